@@ -5,7 +5,6 @@ A side that fails gets a row with its error.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import gc
 import traceback
@@ -19,20 +18,13 @@ from jaxunet.benchmark.cases import PYTORCH, Benchmark, Competitor, Prepared
 from jaxunet.benchmark.device import Rates, measure_rates
 from jaxunet.benchmark.jax_side import JaxSide
 from jaxunet.benchmark.power import Meter, open_gpu
-from jaxunet.benchmark.timing import (
-    TURN_SECONDS,
-    Run,
-    interleave,
-    steps_in,
-    summarise,
-    turn_steps,
-)
+from jaxunet.benchmark.timing import TURN_SECONDS, Run, interleave, steps_in, summarise, turn_steps
 from jaxunet.checkpoint.state import TrainState, fresh_state
 from jaxunet.config import Config
 from jaxunet.data.source import Source
 from jaxunet.model import cost as estimate
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.rows import Row, provenance
+from jaxunet.runtime.rows import Row, origin
 
 Arguments = ParamSpec('Arguments')
 Result = TypeVar('Result')
@@ -49,25 +41,20 @@ def run(plan: Benchmark, source: Source, command: str) -> Iterator[Row]:
       source: images for the whole training steps.
       command: the command line, which every row repeats.
     """
-    origin = {
-        'kind': 'benchmark',
-        'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
-        **provenance(),
-    }
-    origin |= {'devices': 1, 'command': command, 'config': plan.name, 'images': source.name}
+    shared = origin('benchmark', command) | {'config': plan.name, 'images': source.name}
     flops = estimate.forward_flops(plan.config)
     for precision in plan.precisions:
-        rates = functools.cache(functools.partial(_rates, origin['device'], precision))
+        rates = functools.cache(functools.partial(_rates, shared['device'], precision))
         state = fresh_state(plan.config.replace(precision=precision))
         for size in plan.batch_sizes:
             config = plan.config.replace(precision=precision, data={'batch_size': size})
-            case = origin | {
+            case = shared | {
                 'precision': precision,
                 'batch_size': size,
                 'rounds': plan.rounds,
                 'steps_per_round': plan.steps,
+                'forward_flops': flops * size,
             }
-            case |= {'forward_flops': flops * size}
             yield from _case(plan, config, source, state, case, rates)
             _release(plan)
 

@@ -37,10 +37,8 @@ def prepare(config: Config, params: Params, asked: Sampling, notes: dict[str, st
     labels = np.asarray(inputs['labels']) if 'labels' in inputs else None
     low_res = None
     if generator.low_res_shape is not None:
-        pixels = np.random.default_rng(config.seed).integers(
-            0, 256, (batch, *generator.low_res_shape)
-        )
-        low_res = pixels.astype(np.uint8)
+        shape = batch, *generator.low_res_shape
+        low_res = np.random.default_rng(config.seed).integers(0, 256, shape, np.uint8)
     held = {'params': generator.put(params)}
     timed = timed_compile(lambda: generator.compile(held['params']))
     network = jax.jit(build_unet(config, generator.kernels.ops).predict)

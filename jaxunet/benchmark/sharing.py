@@ -6,30 +6,27 @@ import contextlib
 import fcntl
 import pathlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from jaxunet.runtime.errors import UserError
 
 
-@contextlib.contextmanager
-def compiling(lock: str) -> Iterator[None]:
+def compiling(lock: str) -> AbstractContextManager[None]:
     """Waits until no benchmark with this lock file measures, and lets none begin to measure.
 
     Args:
       lock: a file, made if there is none; '' if the GPU is not shared.
     """
-    with _held(lock, fcntl.LOCK_SH):
-        yield
+    return _held(lock, fcntl.LOCK_SH)
 
 
-@contextlib.contextmanager
-def measuring(lock: str) -> Iterator[None]:
+def measuring(lock: str) -> AbstractContextManager[None]:
     """Waits until no other benchmark with this lock file compiles or measures, and keeps them off.
 
     Args:
       lock: as for `compiling`.
     """
-    with _held(lock, fcntl.LOCK_EX):
-        yield
+    return _held(lock, fcntl.LOCK_EX)
 
 
 @contextlib.contextmanager

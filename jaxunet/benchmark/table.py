@@ -6,8 +6,9 @@ import operator
 from collections.abc import Iterable
 
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.markdown import table
 from jaxunet.runtime.rows import Row
-from jaxunet.runtime.untrusted import NUMBER, check_fields, shown
+from jaxunet.runtime.untrusted import NUMBER, check_fields, is_pair, shown
 
 HEAD = [
     'config',
@@ -25,6 +26,12 @@ HEAD = [
 # A later row that agrees in these fields replaces an earlier one.
 SAME = ('device', 'config', 'precision', 'batch_size', 'direction', 'backend')
 ADVICE = 'remove its line, or measure again'
+# Numbers of `jaxunet.benchmark.power`: field, head and form of its column.
+POWER = (
+    ('watts', 'W', '{:.0f}'),
+    ('clock_mhz', 'MHz', '{:.0f}'),
+    ('mj_per_image', 'mJ/image', '{:.3g}'),
+)
 NEEDED = {
     **dict.fromkeys(SAME, str),
     'batch_size': int,
@@ -33,24 +40,17 @@ NEEDED = {
     'versions': dict,
     'matmul_flops': NUMBER,
     'copy_bytes_per_s': NUMBER,
+    'error?': str,
+    # Older rows and rows of other directions lack these.
+    'steps_per_call?': int,
+    'concurrent_kernels?': bool,
+    'share_of_network?': NUMBER,
+    **{f'{field}?': NUMBER for field, _, _ in POWER},
 }
 MEASURED = {
     'quartiles_ms': list,
     **dict.fromkeys(('median_ms', 'images_per_second', 'mfu', 'compile_s'), NUMBER),
-}
-OPTIONAL = ('ratio', 'bandwidth_share', 'peak_bytes')  # null where they do not apply
-# Numbers of `jaxunet.benchmark.power`: field, head and form of its column.
-POWER = (
-    ('watts', 'W', '{:.0f}'),
-    ('clock_mhz', 'MHz', '{:.0f}'),
-    ('mj_per_image', 'mJ/image', '{:.3g}'),
-)
-# Fields that may be null, and that older rows and rows of other directions lack.
-LATER = {
-    'steps_per_call': int,
-    'concurrent_kernels': bool,
-    'share_of_network': NUMBER,
-    **{field: NUMBER for field, _, _ in POWER},
+    **dict.fromkeys(('ratio?', 'bandwidth_share?', 'peak_bytes?'), NUMBER),
 }
 
 
@@ -79,19 +79,12 @@ def markdown(rows: Iterable[Row]) -> str:
 
 def _check(row: Row) -> None:
     """Raises UserError if a row lacks a field, or has one of another type."""
-    fields = NEEDED | {name: kind for name, kind in LATER.items() if row.get(name) is not None}
-    if row.get('error') is not None:
-        fields |= {'error': str}
-    else:
-        fields |= MEASURED | {
-            name: NUMBER if row.get(name) is not None else object for name in OPTIONAL
-        }
-    check_fields(row, fields, 'a benchmark row', advice=ADVICE)
-    quartiles = row.get('quartiles_ms', [0, 0])
-    if row.get('error') is None and [type(v) in (int, float) for v in quartiles] != [True, True]:
+    done = row.get('error') is None
+    check_fields(row, NEEDED | (MEASURED if done else {}), 'a benchmark row', advice=ADVICE)
+    if done and not is_pair(row['quartiles_ms']):
         raise UserError(
             'a benchmark row: quartiles_ms: expected two numbers, '
-            f'found {shown(quartiles)}; {ADVICE}'
+            f'found {shown(row["quartiles_ms"])}; {ADVICE}'
         )
 
 
@@ -100,11 +93,12 @@ def _table(rows: list[Row]) -> str:
     power = [column for column in POWER if any(row.get(column[0]) is not None for row in rows)]
     head = [*HEAD, *(name for _, name, _ in power)]
     head += ['commit'] if len(commits) > 1 else []  # ratios hold within one commit
-    lines = [_caption(rows, commits), '', f'| {" | ".join(head)} |', '|' + '---|' * len(head)]
-    for row in rows:
-        cells = [*_cells(row), *(_or_dash(row.get(field), form) for field, _, form in power)]
-        lines.append(f'| {" | ".join([*cells, str(row["git"])][: len(head)])} |')
-    return '\n'.join(lines)
+    body = [
+        [*_cells(row), *(_or_dash(row.get(field), form) for field, _, form in power), row['git']]
+        for row in rows
+    ]
+    text = table(head, [cells[: len(head)] for cells in body], rule='---')
+    return f'{_caption(rows, commits)}\n\n{text}'
 
 
 def _caption(rows: list[Row], commits: list[str]) -> str:
@@ -160,13 +154,13 @@ def _cells(row: Row) -> list[str]:
     return [
         *start,
         f'{row["median_ms"]:.4g} ({low:.4g} to {high:.4g})',
-        _or_dash(row['ratio'], '{:.2f}'),
+        _or_dash(row.get('ratio'), '{:.2f}'),
         f'{row["images_per_second"]:.4g}'
         if row['images_per_second'] < 1000
         else f'{row["images_per_second"]:,.0f}',
         f'{row["mfu"]:.1%}',
-        _or_dash(row['bandwidth_share'], '{:.0%}'),
-        _or_dash(row['peak_bytes'], '{:.2f}', 2**30),
+        _or_dash(row.get('bandwidth_share'), '{:.0%}'),
+        _or_dash(row.get('peak_bytes'), '{:.2f}', 2**30),
         f'{row["compile_s"]:.1f}',
     ]
 

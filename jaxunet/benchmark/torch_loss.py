@@ -16,14 +16,7 @@ from jaxunet.config import Config
 from jaxunet.diffusion.process import make_diffusion
 
 Tables = dict[str, torch.Tensor]  # constants by timestep, by the names of `Diffusion`'s fields
-NAMES = (
-    'signal',
-    'noise',
-    'posterior_x0',
-    'posterior_xt',
-    'posterior_log_variance',
-    'log_betas',
-)
+NAMES = ('signal', 'noise', 'posterior_x0', 'posterior_xt', 'posterior_log_variance', 'log_betas')
 
 
 def make_loss(

@@ -6,8 +6,10 @@ Importing this module needs PyTorch (extra `peers`).
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -25,6 +27,20 @@ from jaxunet.weights.fields import NVLABS_ONLY
 from jaxunet.weights.guided_diffusion import from_tree
 
 EAGER, COMPILED, BEST = PYTORCH
+# Fields that have only one value in the peer.
+ONLY = {
+    'diffusion.rescale_timesteps': False,
+    'diffusion.kl_loss': False,
+    'timesteps.sampler': 'uniform',
+    'loss.weighting': 'uniform',
+    **{f'model.{name}': value for name, value in NVLABS_ONLY.items()},
+    'model.remat': False,
+    'model.low_res_size': (),
+    'data.noise_candidates': 1,
+    'data.noise_assignment': 'none',
+    'data.bits': 8,
+    'ema.widths': (),
+}
 WARM_UP = 3  # calls before capture or measurement, as PyTorch's notes on CUDA graphs advise
 
 # x0, t, noise, labels.
@@ -59,10 +75,8 @@ class TorchSide:
             return torch.tensor(value, device=self.device)
 
         images, labels = pipeline.load_all(source, progress=False)
-        self.images, self.labels = (
-            put(np.ascontiguousarray(images.transpose(0, 3, 1, 2))),
-            put(labels.astype(np.int64)),
-        )
+        self.images = put(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
+        self.labels = put(labels.astype(np.int64))
         self.model = build_torch_unet(config)
         state = from_tree(jax.device_get(params), config, new_attention_order=False)
         self.model.load_state_dict(
@@ -194,22 +208,12 @@ class TorchSide:
 
     def _own_bytes(self, whole: bool) -> int:
         """Returns the bytes of the parameters, or of everything that a whole step keeps."""
-        state = [
-            v
-            for s in self.optimizer.state.values()
-            for v in s.values()
-            if isinstance(v, torch.Tensor)
-        ]
-        kept: Iterable[torch.Tensor] = self.parameters
+        kept: list[torch.Tensor] = [*self.parameters]
         if whole:
-            kept = [
-                *self.parameters,
-                *state,
-                *(p for average in self.averages for p in average),
-                self.images,
-                self.labels,
-            ]
-        return sum(v.numel() * v.element_size() for v in kept)
+            states = [v for state in self.optimizer.state.values() for v in state.values()]
+            kept += [v for v in states if isinstance(v, torch.Tensor)]
+            kept += [*itertools.chain(*self.averages), self.images, self.labels]
+        return sum(v.nbytes for v in kept)
 
     def _wait(self) -> None:
         if self.gpu:
@@ -234,38 +238,13 @@ def check(config: Config, mode: str, source: Source) -> None:
         raise UserError(
             f'trains epsilon, x0 and v, found diffusion.objective={config.diffusion.objective}'
         )
-    for name in ('rescale_timesteps', 'kl_loss'):
-        if getattr(config.diffusion, name):
-            raise UserError(f'does not have diffusion.{name}; set it to False')
-    for section, name in (('timesteps', 'sampler'), ('loss', 'weighting')):
-        value = getattr(getattr(config, section), name)
-        if value != 'uniform':
-            raise UserError(f'trains with {section}.{name}=uniform, found {value}; set it to that')
-    for name, expected in NVLABS_ONLY.items():
-        if (value := getattr(config.model, name)) != expected:
-            raise UserError(f'does not have model.{name}={value}; set it to {expected}')
-    if config.model.remat:
-        raise UserError('stores all activations, found model.remat=True; set it to False')
     if config.optimizer.name == 'muon':
         raise UserError('trains with AdamW, found optimizer.name=muon')
-    if config.data.noise_candidates > 1:
-        raise UserError(
-            'trains with one noise sample per image, found '
-            f'data.noise_candidates={config.data.noise_candidates}; set it to 1'
-        )
-    if config.data.noise_assignment != 'none':
-        raise UserError(
-            'gives each image the noise that it drew, found '
-            f'data.noise_assignment={config.data.noise_assignment}; set it to none'
-        )
-    if config.data.bits != 8:
-        raise UserError(f'reads pixels of 8 bits, found data.bits={config.data.bits}; set it to 8')
     if config.data.augment == 'edm':
         raise UserError('augments only by flips, found data.augment=edm')
-    if config.model.low_res_size:
-        raise UserError('draws only from noise, found model.low_res_size; set it to ()')
-    if config.ema.widths:
-        raise UserError('keeps only exponential averages, found ema.widths; set it to ()')
+    for field, expected in ONLY.items():
+        if (value := operator.attrgetter(field)(config)) != expected:
+            raise UserError(f'trains with {field}={expected}, found {value}; set it to that')
     if pipeline.choose_cache(config, source) != 'device':
         raise UserError(
             'keeps its images on the device, found a config that streams them; set '

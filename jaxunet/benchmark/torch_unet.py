@@ -99,10 +99,8 @@ class ResBlock(nn.Module):
     def __init__(self, m: ModelConfig, channels: int, features: int, resample: str = '') -> None:
         super().__init__()
         self.scale_shift = m.scale_shift_norm
-        conv_1, conv_2 = (
-            nn.Conv2d(channels, features, 3, padding=1),
-            nn.Conv2d(features, features, 3, padding=1),
-        )
+        conv_1 = nn.Conv2d(channels, features, 3, padding=1)
+        conv_2 = nn.Conv2d(features, features, 3, padding=1)
         self.in_layers = nn.Sequential(
             GroupNorm32(m.norm_groups, channels, m.norm_eps), nn.SiLU(), conv_1
         )
@@ -118,11 +116,7 @@ class ResBlock(nn.Module):
         self.skip_connection = (
             nn.Identity() if channels == features else nn.Conv2d(channels, features, 1)
         )
-        changes = {
-            '': nn.Identity(),
-            'down': Downsample(channels, False),
-            'up': Upsample(channels, False),
-        }
+        changes = {'': nn.Identity(), 'down': nn.AvgPool2d(2), 'up': nn.Upsample(scale_factor=2)}
         self.change = changes[resample]
 
     def forward(self, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from jaxunet.runtime import rows
 from jaxunet.runtime.errors import UserError, listed
-from jaxunet.runtime.untrusted import NUMBER, check_fields
-from jaxunet.sweep.row import is_pair
+from jaxunet.runtime.untrusted import NUMBER, check_fields, is_pair
 
 # Step costs beside a comparison file whose clock measures training time.
 COSTS = 'step_cost.jsonl'

@@ -67,9 +67,7 @@ TOP = flags.DEFINE_integer(
     'top', 10, 'Operations of device and host to print and draw.', lower_bound=1
 )
 BACKENDS = flags.DEFINE_list(
-    'backends',
-    [],
-    "Backends to profile in turn, e.g. xla,pallas; default: the config's.",
+    'backends', [], "Backends to profile in turn, e.g. xla,pallas; default: the config's."
 )
 COMPARE = flags.DEFINE_string(
     'compare',

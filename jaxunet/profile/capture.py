@@ -52,72 +52,48 @@ class Capture:
     xplane_file: pathlib.Path
 
 
-class Steps:
-    """The compiled training step of a config with its state and data, run one by one.
-
-    Attributes:
-      compile_s: seconds of compiling.
+def single_steps(config: Config, source: Source) -> Session:
+    """Returns a session of random weights whose calls run one step each, without end.
 
     Raises:
       UserError: the backend is missing, the data or batch do not fit, or `train.steps_per_call` is
         larger than 1.
     """
+    if config.train.steps_per_call > 1:
+        raise UserError(
+            'train.steps_per_call: a profile is of steps one by one, found '
+            f'{config.train.steps_per_call}; set it to 0 or 1'
+        )
+    # A profile may need more steps than a short run has, and steps_per_call=0 may choose more than
+    # one.
+    session = Session(config.replace(train={'steps': 10**9, 'steps_per_call': 1}), source)
+    session.load_random()
+    session.open_stream()
+    return session
 
-    def __init__(self, config: Config, source: Source) -> None:
-        if config.train.steps_per_call > 1:
-            raise UserError(
-                'train.steps_per_call: a profile is of steps one by one, found '
-                f'{config.train.steps_per_call}; set it to 0 or 1'
-            )
-        # Endless steps, because a profile may need more than a short run has. steps_per_call is 1,
-        # because 0 may choose more.
-        config = config.replace(train={'steps': 10**9, 'steps_per_call': 1})
-        self._session = Session(config, source)
-        self._session.load_random()
-        self._session.open_stream()
-        began = time.perf_counter()
-        self._compiled = self._session.compile()
-        self.compile_s = time.perf_counter() - began
 
-    def hlo_text(self) -> str:
-        """Returns the compiled program."""
-        text = self._compiled.as_text()
-        assert text is not None
-        return text
+def run(session: Session, count: int) -> float:
+    """Runs `count` steps with as many queued as in training, and waits for all of them.
 
-    def run(self, count: int) -> float:
-        """Runs `count` steps with as many queued as in training, and waits for all of them.
-
-        Returns the seconds per step.
-        """
-        session = self._session
-        data = session.data
-        queue: collections.deque[Metrics] = collections.deque()
-        began = time.perf_counter()
-        for number in range(count):
-            with jax.profiler.StepTraceAnnotation(HOST_STEP, step_num=number):
-                if not session.resident:
-                    with jax.profiler.TraceAnnotation(HOST_DATA):
-                        data = session.next_data()
-                with jax.profiler.TraceAnnotation(HOST_DISPATCH):
-                    metrics = session.call(data)
-                queue.append(session.parallel.shards(metrics))
-                if len(queue) > session.calls_ahead:
-                    with jax.profiler.TraceAnnotation(HOST_WAIT):
-                        int(np.ravel(queue.popleft()['bad_steps'])[0])
-        with jax.profiler.TraceAnnotation(HOST_WAIT):
-            jax.block_until_ready(session.state)
-        return (time.perf_counter() - began) / count
-
-    def close(self) -> None:
-        """Ends the threads and processes that read images."""
-        self._session.close()
-
-    def __enter__(self) -> Steps:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    Returns the seconds per step.
+    """
+    data = session.data
+    queue: collections.deque[Metrics] = collections.deque()
+    began = time.perf_counter()
+    for number in range(count):
+        with jax.profiler.StepTraceAnnotation(HOST_STEP, step_num=number):
+            if not session.resident:
+                with jax.profiler.TraceAnnotation(HOST_DATA):
+                    data = session.next_data()
+            with jax.profiler.TraceAnnotation(HOST_DISPATCH):
+                metrics = session.call(data)
+            queue.append(session.parallel.shards(metrics))
+            if len(queue) > session.calls_ahead:
+                with jax.profiler.TraceAnnotation(HOST_WAIT):
+                    int(np.ravel(queue.popleft()['bad_steps'])[0])
+    with jax.profiler.TraceAnnotation(HOST_WAIT):
+        jax.block_until_ready(session.state)
+    return (time.perf_counter() - began) / count
 
 
 def capture(
@@ -129,19 +105,22 @@ def capture(
       folder: gets the files of the trace.
 
     Raises:
-      UserError: an error of `Steps`, or the trace has no operations of the device.
+      UserError: an error of `single_steps`, or the trace has no operations of the device.
     """
-    with Steps(config, source) as training:
-        training.run(warmup)
+    with single_steps(config, source) as session:
+        began = time.perf_counter()
+        compiled = session.compile()
+        compile_s = time.perf_counter() - began
+        run(session, warmup)
         options = jax.profiler.ProfileOptions()
         # Otherwise each Python call would be an event, which slows the host down.
         options.python_tracer_level = 0
         with garbage_set_aside():
-            step_s = training.run(TIMED_PER_TRACED * steps)
+            step_s = run(session, TIMED_PER_TRACED * steps)
             with jax.profiler.trace(str(folder), profiler_options=options):
-                traced_s = training.run(steps)
-        text = training.hlo_text()
-        compile_s = training.compile_s
+                traced_s = run(session, steps)
+    text = compiled.as_text()
+    assert text is not None
     xplane, trace_file = newest(folder, '*.xplane.pb'), newest(folder, '*.trace.json.gz')
     trace = read_trace(xplane, read_hlo(text), steps)
     check(trace, xplane)

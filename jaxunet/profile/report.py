@@ -44,22 +44,11 @@ def text(label: str, summary: Summary, *, step_ms: float, traced_step_ms: float,
     ]
     device = [('device operation', 'phase', 'backend', 'a step', 'ms', 'share', 'mostly in')]
     device += [
-        (
-            shorten(r.operation, 60),
-            r.phase,
-            r.backend,
-            f'{r.count:.4g}',
-            f'{r.ms:.3f}',
-            f'{r.share:.1%}',
-            shorten(r.place, 36),
-        )
+        (shorten(r.operation, 60), r.phase, r.backend, *_numbers(r), shorten(r.place, 36))
         for r in summary.side(DEVICE)[:top]
     ]
     host = [('host operation (own time)', 'a step', 'ms', 'share')]
-    host += [
-        (shorten(r.operation, 60), f'{r.count:.4g}', f'{r.ms:.3f}', f'{r.share:.1%}')
-        for r in summary.side(HOST)[:top]
-    ]
+    host += [(shorten(r.operation, 60), *_numbers(r)) for r in summary.side(HOST)[:top]]
     head = _headline(label, summary, step_ms, traced_step_ms)
     return '\n'.join([*head, '', *padded(phases), '', *padded(device), '', *padded(host)])
 
@@ -113,18 +102,17 @@ def side_by_side(columns: Sequence[tuple[str, Sequence[Row]]], top: int) -> str:
             (f'{label}: {busy:.2f} ms, {launches:.0f} launches', 'backend', 'a step', 'ms', 'share')
         ]
         block += [
-            (
-                shorten(f'{r.operation} ({r.phase})', 46),
-                r.backend,
-                f'{r.count:.4g}',
-                f'{r.ms:.3f}',
-                f'{r.share:.1%}',
-            )
+            (shorten(f'{r.operation} ({r.phase})', 46), r.backend, *_numbers(r))
             for r in device[:top]
         ]
         aligned = padded(block)
         blocks.append(aligned + [' ' * len(aligned[0])] * (top + 1 - len(aligned)))
     return '\n'.join('  |  '.join(line).rstrip() for line in zip(*blocks, strict=True))
+
+
+def _numbers(row: Row) -> tuple[str, str, str]:
+    """Returns operations and milliseconds per step, and the share of the time, as text."""
+    return f'{row.count:.4g}', f'{row.ms:.3f}', f'{row.share:.1%}'
 
 
 def padded(rows: Table) -> list[str]:

@@ -22,6 +22,8 @@ from jaxunet.profile.phases import PHASES, module_of
 _HOST_NUMBERS = re.compile(r'^\[\d+\] | \(\w+:\d+\)$')  # numbers of the device and of a graph
 GRAPH_LAUNCH = 'cuGraphLaunch'
 DEVICE, HOST = 'device', 'host'
+# (kind, operation, phase, backend) -> (nanoseconds, place, kernel) of each operation
+Groups = dict[tuple[str, str, str, str], list[tuple[float, str, str]]]
 
 
 @dataclass(frozen=True)
@@ -146,28 +148,11 @@ def device_rows(ops: Sequence[DeviceOp], divisor: int) -> list[Row]:
       ops: operations of all devices.
       divisor: number that counts and times are divided by (steps × devices).
     """
-    groups: dict[tuple[str, str, str, str], list[DeviceOp]] = collections.defaultdict(list)
+    groups: Groups = collections.defaultdict(list)
     for op in ops:
-        groups[op.kind, op.operation, op.phase, op.backend].append(op)
-    total = sum(op.duration for op in ops) or 1.0
-    rows = []
-    for (kind, name, phase, backend), members in groups.items():
-        time = sum(op.duration for op in members)
-        rows.append(
-            Row(
-                side=DEVICE,
-                kind=kind,
-                operation=name,
-                phase=phase,
-                backend=backend,
-                count=len(members) / divisor,
-                ms=time * 1e-6 / divisor,
-                share=time / total,
-                place=_longest((module_of(op.path), op.duration) for op in members),
-                kernel=_longest((op.name, op.duration) for op in members),
-            )
-        )
-    return sorted(rows, key=lambda row: -row.ms)
+        key = op.kind, op.operation, op.phase, op.backend
+        groups[key].append((op.duration, module_of(op.path), op.name))
+    return _rows(DEVICE, groups, divisor)
 
 
 def host_rows(events: Sequence[HostEvent], divisor: int) -> list[Row]:
@@ -177,27 +162,30 @@ def host_rows(events: Sequence[HostEvent], divisor: int) -> list[Row]:
       events: events of all threads.
       divisor: number that counts and times are divided by (steps).
     """
-    groups: dict[str, list[HostEvent]] = collections.defaultdict(list)
+    groups: Groups = collections.defaultdict(list)
     for event in events:
-        groups[stem(_HOST_NUMBERS.sub('', event.name))].append(event)
-    total = sum(event.own for event in events) or 1.0
+        groups['', stem(_HOST_NUMBERS.sub('', event.name)), '', ''].append((event.own, '', ''))
+    return _rows(HOST, groups, divisor)
+
+
+def _rows(side: str, groups: Groups, divisor: int) -> list[Row]:
+    total = sum(time for members in groups.values() for time, _, _ in members) or 1.0
     rows = []
-    for name, members in groups.items():
-        own = sum(event.own for event in members)
-        rows.append(
-            Row(
-                side=HOST,
-                kind='',
-                operation=name,
-                phase='',
-                backend='',
-                count=len(members) / divisor,
-                ms=own * 1e-6 / divisor,
-                share=own / total,
-                place='',
-                kernel='',
-            )
+    for (kind, name, phase, backend), members in groups.items():
+        time = sum(time for time, _, _ in members)
+        row = Row(
+            side=side,
+            kind=kind,
+            operation=name,
+            phase=phase,
+            backend=backend,
+            count=len(members) / divisor,
+            ms=time * 1e-6 / divisor,
+            share=time / total,
+            place=_longest((place, time) for time, place, _ in members),
+            kernel=_longest((kernel, time) for time, _, kernel in members),
         )
+        rows.append(row)
     return sorted(rows, key=lambda row: -row.ms)
 
 

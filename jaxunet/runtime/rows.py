@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import json
 import os
@@ -38,6 +39,17 @@ def provenance() -> Row:
         'devices': len(jax.devices()),
         'driver': driver(),
         'versions': versions(),
+    }
+
+
+def origin(kind: str, command: str) -> Row:
+    """Returns what begins a row of this kind that a command measures now on one device."""
+    return {
+        'kind': kind,
+        'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+        **provenance(),
+        'devices': 1,
+        'command': command,
     }
 
 

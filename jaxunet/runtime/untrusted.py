@@ -201,6 +201,11 @@ def check_fields(
             check_fields(typing.cast(dict, value), inside, f'{source}: {name}', advice=advice)
 
 
+def is_pair(value: object) -> bool:
+    """Returns True for a list of two numbers, such as quartiles."""
+    return isinstance(value, list) and [type(v) in (int, float) for v in value] == [True, True]
+
+
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):

@@ -69,10 +69,7 @@ OUTPUT = flags.DEFINE_string(
     'output', None, 'Folder of results and report; default: runs/sweep, or runs/sweep_PRESET.'
 )
 STEPS = flags.DEFINE_integer(
-    'steps',
-    None,
-    "Timed steps of each point; default: the preset's, or 100.",
-    lower_bound=1,
+    'steps', None, "Timed steps of each point; default: the preset's, or 100.", lower_bound=1
 )
 WARMUP = flags.DEFINE_integer(
     'warmup', None, "Steps before the timed ones; default: the preset's, or 10.", lower_bound=1

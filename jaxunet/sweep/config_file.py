@@ -33,6 +33,5 @@ def config_file(title: str, raw: Fields) -> str:
         elif value != default[name]:
             changed.append((name, value))
     return TEMPLATE.format(
-        title=title,
-        changes=''.join(f'    config.{path} = {value!r}\n' for path, value in changed),
+        title=title, changes=''.join(f'    config.{path} = {value!r}\n' for path, value in changed)
     )

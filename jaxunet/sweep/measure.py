@@ -259,10 +259,7 @@ def outcome(task: Task) -> Row:
     except Exception as error:
         traceback.print_exc()
         message = f'{type(error).__name__}: {error}'.split('\n')[0][:400]
-        return {
-            'status': OUT_OF_MEMORY if is_out_of_memory(error) else ERROR,
-            'reason': message,
-        }
+        return {'status': OUT_OF_MEMORY if is_out_of_memory(error) else ERROR, 'reason': message}
 
 
 def _watch_parent() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.whole_files import written
 from jaxunet.sweep import folder, report
-from jaxunet.sweep.points import Axis, parse_axes, show
+from jaxunet.sweep.points import Axis, named, parse_axes
 from jaxunet.sweep.presets import PRESETS
 from jaxunet.sweep.results import Sweep
 
@@ -70,10 +70,9 @@ def _overview(sweeps: dict[str, Sweep]) -> str:
         if best is None:
             body.append((part, 'no point ran to its end', '', ''))
             continue
-        chosen = ', '.join(f'{name}={show(value)}' for name, value in best['point'].items())
         rate = best['images_per_s']
         slowest = min(row['images_per_s'] for row in sweep.done)
-        body.append((part, chosen, f'{rate:,.1f}', f'×{rate / slowest:.3g}'))
+        body.append((part, named(best['point']), f'{rate:,.1f}', f'×{rate / slowest:.3g}'))
     return report.table(('part', 'best', 'images/s', 'of the slowest'), body)
 
 

@@ -12,7 +12,7 @@ from jaxunet.profile.report import plot as plot_operations
 from jaxunet.runtime.plots import check_plots
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.whole_files import written
-from jaxunet.sweep.points import Axis, show
+from jaxunet.sweep.points import Axis, label, show
 from jaxunet.sweep.results import Sweep, counts_memory
 
 if TYPE_CHECKING:  # matplotlib is optional
@@ -54,7 +54,7 @@ def plot(sweep: Sweep, directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _label(row: Row, axes: Sequence[Axis]) -> str:
-    return ' '.join(f'{axis.title}={show(row["point"][axis.name])}' for axis in axes)
+    return label({axis.name: row['point'][axis.name] for axis in axes})
 
 
 def _plot_axis(sweep: Sweep, axis: Axis, path: pathlib.Path) -> None:
@@ -90,7 +90,7 @@ def _draw_groups(panels: Sequence[Axes], axis: Axis, groups: Mapping[str, list[R
     texts = [show(value) for value in axis.values]
     numbers = all(isinstance(value, int | float) for value in axis.values)
     width = 0.8 / len(groups)
-    for i, (label, rows) in enumerate(groups.items()):
+    for i, (name, rows) in enumerate(groups.items()):
         rows.sort(key=lambda row: texts.index(show(row['point'][axis.name])))
         x = [float(texts.index(show(row['point'][axis.name]))) for row in rows]
         if not numbers:
@@ -103,10 +103,10 @@ def _draw_groups(panels: Sequence[Axes], axis: Axis, groups: Mapping[str, list[R
         ]
         memory = [row['peak_bytes'] / 2**30 if counts_memory(row) else math.nan for row in rows]
         if numbers:
-            panels[0].errorbar(x, rate, yerr=spread, marker='o', capsize=3, label=label)
+            panels[0].errorbar(x, rate, yerr=spread, marker='o', capsize=3, label=name)
         else:
-            panels[0].bar(x, rate, 0.9 * width, yerr=spread, capsize=3, label=label)
+            panels[0].bar(x, rate, 0.9 * width, yerr=spread, capsize=3, label=name)
         if len(panels) > 1 and numbers:
-            panels[1].plot(x, memory, marker='o', label=label)
+            panels[1].plot(x, memory, marker='o', label=name)
         elif len(panels) > 1:
-            panels[1].bar(x, memory, 0.9 * width, label=label)
+            panels[1].bar(x, memory, 0.9 * width, label=name)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import ast
 import dataclasses
 import itertools
+import re
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxunet.config import Config, resolve, to_dict
@@ -24,6 +25,7 @@ BATCH_PER_DEVICE = 'batch_per_device'
 # jit: the step runs as one compiled program (on) or operation by operation from Python (off).
 # batch_per_device: images per device; sets data.batch_size to this times the devices.
 OWN_AXES = (JIT, BATCH_PER_DEVICE)
+SEPARATOR = re.compile(r',(?![^(]*\))')  # a comma outside parentheses
 DEVICES, BATCH, WORKERS, CACHE = (
     'parallel.devices',
     'data.batch_size',
@@ -43,11 +45,6 @@ class Axis:
 
     name: str
     values: tuple[object, ...]
-
-    @property
-    def title(self) -> str:
-        """Last part of the name, for plots."""
-        return self.name.split('.')[-1]
 
 
 @dataclass(frozen=True)
@@ -91,10 +88,8 @@ class Point:
 
     @property
     def label(self) -> str:
-        """The values in one line, e.g. `precision=float32 devices=2`."""
-        return ' '.join(
-            f'{name.split(".")[-1]}={show(value)}' for name, value in self.values.items()
-        )
+        """The values in one short line."""
+        return label(self.values)
 
 
 def show(value: object) -> str:
@@ -102,6 +97,16 @@ def show(value: object) -> str:
     if isinstance(value, list | tuple):
         return f'({",".join(map(str, value))}{"," if len(value) == 1 else ""})'
     return str(value)
+
+
+def label(values: Mapping[str, object]) -> str:
+    """Returns values by axis as short text, such as `precision=float32 devices=2`."""
+    return ' '.join(f'{name.split(".")[-1]}={show(value)}' for name, value in values.items())
+
+
+def named(values: Mapping[str, object]) -> str:
+    """Returns values by axis as text, such as `precision=float32, parallel.devices=2`."""
+    return ', '.join(f'{name}={show(value)}' for name, value in values.items())
 
 
 def parse_axes(texts: Iterable[str]) -> list[Axis]:
@@ -119,7 +124,7 @@ def parse_axes(texts: Iterable[str]) -> list[Axis]:
                 f'--vary {text}: expected NAME=VALUE,VALUE,..., e.g. --vary '
                 'precision=float32,bfloat16'
             )
-        axes.append(make_axis(name.strip(), [v.strip() for v in _split(values)]))
+        axes.append(make_axis(name.strip(), [v.strip() for v in SEPARATOR.split(values)]))
         if name.strip() in [axis.name for axis in axes[:-1]]:
             raise UserError(f'--vary {name}: given twice; list all its values after one --vary')
     return axes
@@ -143,18 +148,6 @@ def merge(preset: Sequence[Axis], given: Sequence[Axis]) -> list[Axis]:
     """Returns the axes of a preset; given axes replace those of the same name, or are added."""
     named = {axis.name: axis for axis in given}
     return [named.pop(axis.name, axis) for axis in preset] + list(named.values())
-
-
-def _split(values: str) -> list[str]:
-    """Splits at the commas outside parentheses."""
-    parts, depth = [''], 0
-    for character in values:
-        depth += {'(': 1, ')': -1}.get(character, 0)
-        if character == ',' and depth == 0:
-            parts.append('')
-        else:
-            parts[-1] += character
-    return parts
 
 
 def _fields(cls: type, prefix: str = '') -> dict[str, object]:

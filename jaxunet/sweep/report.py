@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import csv
 import functools
-import itertools
 import pathlib
 import shlex
+import statistics
 from collections.abc import Sequence
 
 from jaxunet.profile.report import read_csv, side_by_side
@@ -18,8 +18,8 @@ from jaxunet.runtime.markdown import table as table_of
 from jaxunet.runtime.rows import Row
 from jaxunet.runtime.whole_files import written
 from jaxunet.sweep import plots
-from jaxunet.sweep.points import JIT, OWN_AXES, show
-from jaxunet.sweep.results import Effect, Sweep, effects, geometric_mean
+from jaxunet.sweep.points import JIT, OWN_AXES, named, show
+from jaxunet.sweep.results import Effect, Sweep, effects
 from jaxunet.sweep.row import IMPOSSIBLE, OK
 
 COLUMNS = (
@@ -146,8 +146,8 @@ def _best(sweep: Sweep) -> list[str]:
     if best is None:
         return ['## Best', 'No point ran to its end.']
     rate, slowest = best['images_per_s'], min(row['images_per_s'] for row in sweep.done)
-    chosen = ', '.join(f'{name}={show(value)}' for name, value in best['point'].items())
-    text = f'**{chosen}**: {rate:,.1f} images/s, {best["step_ms"]["median"]:.2f} ms per step'
+    text = f'**{named(best["point"])}**: {rate:,.1f} images/s'
+    text += f', {best["step_ms"]["median"]:.2f} ms per step'
     text += f', {rate / slowest:.2f}× the slowest.' if len(sweep.done) > 1 else '.'
     parts = ['## Best', text]
     fields = {name: value for name, value in best['point'].items() if name not in OWN_AXES}
@@ -194,7 +194,7 @@ def _cells(effect: Effect, *, memory: bool, scaling: bool) -> list[str]:
     else:
         cells += ['not comparable', '', '0']
     if memory:
-        cells += [f'×{geometric_mean(effect.memory):.3g}' if effect.memory else '']
+        cells += [f'×{statistics.geometric_mean(effect.memory):.3g}' if effect.memory else '']
     if scaling:
         cells += [
             f'{effect.efficiency:.1%}' if effect.efficiency is not None and effect.ratios else ''
@@ -250,25 +250,19 @@ def _failures(sweep: Sweep) -> list[str]:
         return []
     lines = []
     for row in failed:
-        label = ', '.join(f'{name}={show(value)}' for name, value in row['point'].items())
-        reason = ' '.join(row['reason'].split())
-        lines.append(
-            f'- {label}: {"" if row["status"] == IMPOSSIBLE else row["status"] + ": "}{reason}'
-            + (f' ([log]({row["log"]}))' if 'log' in row else '')
-        )
+        status = '' if row['status'] == IMPOSSIBLE else f'{row["status"]}: '
+        log = f' ([log]({row["log"]}))' if 'log' in row else ''
+        lines.append(f'- {named(row["point"])}: {status}{" ".join(row["reason"].split())}{log}')
     return ['## Points without a result', '\n'.join(lines)]
 
 
 def _profiles(sweep: Sweep, directory: pathlib.Path) -> list[str]:
     """Returns the phases and top operations of every traced point."""
-    traced = [row for row in sweep.done if 'profile' in row]
+    traced = [(named(row['point']), row) for row in sweep.done if 'profile' in row]
     if not traced:
         return []
-    labels = [
-        ', '.join(f'{name}={show(value)}' for name, value in row['point'].items()) for row in traced
-    ]
-    on_cpu = any(row['device'] == 'cpu' for row in traced)
-    phases = list(dict.fromkeys(itertools.chain.from_iterable(row['phase_ms'] for row in traced)))
+    on_cpu = any(row['device'] == 'cpu' for _, row in traced)
+    phases = list(dict.fromkeys(phase for _, row in traced for phase in row['phase_ms']))
     phase_table = table(
         ('point', *phases, 'idle', 'launches'),
         (
@@ -278,16 +272,11 @@ def _profiles(sweep: Sweep, directory: pathlib.Path) -> list[str]:
                 f'{row["idle_share"]:.1%}',
                 f'{row["launches"]:.0f}',
             )
-            for label, row in zip(labels, traced, strict=True)
+            for label, row in traced
         ),
     )
-    tables = [
-        (label, read_csv(directory / row['profile']))
-        for label, row in zip(labels, traced, strict=True)
-    ]
-    links = ', '.join(
-        f'[{label}]({row["profile"]})' for label, row in zip(labels, traced, strict=True)
-    )
+    tables = [(label, read_csv(directory / row['profile'])) for label, row in traced]
+    links = ', '.join(f'[{label}]({row["profile"]})' for label, row in traced)
     return [
         '## Phases',
         'Device milliseconds per step.'

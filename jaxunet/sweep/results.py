@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,7 @@ class Effect:
     @property
     def ratio(self) -> float:
         """Geometric mean of the ratios; NaN without any."""
-        return geometric_mean(self.ratios)
+        return statistics.geometric_mean(self.ratios) if self.ratios else math.nan
 
     @property
     def efficiency(self) -> float | None:
@@ -70,11 +71,6 @@ class Effect:
         if self.axis.name != DEVICES or not isinstance(first, int) or not isinstance(devices, int):
             return None
         return self.ratio * first / devices if first and devices else None
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """Returns the geometric mean; NaN without values."""
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
 def counts_memory(row: Row) -> bool:

@@ -6,7 +6,7 @@ import pathlib
 
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.rows import Row
-from jaxunet.runtime.untrusted import NUMBER, check_fields, shown
+from jaxunet.runtime.untrusted import NUMBER, check_fields, is_pair, shown
 
 # Status of a point; `runtime.subprocesses` has further ones, for processes that fail.
 OK, ERROR, IMPOSSIBLE = 'ok', 'error', 'impossible'
@@ -63,8 +63,3 @@ def check_row(row: Row, source: str) -> None:
             f"{source}: profile: expected a file in the sweep's folder, "
             f'found {shown(row["profile"])}; {ADVICE}'
         )
-
-
-def is_pair(value: object) -> bool:
-    """Returns True for a list of two numbers, such as quartiles."""
-    return isinstance(value, list) and [type(v) in (int, float) for v in value] == [True, True]

@@ -187,12 +187,7 @@ def summary(row: Row) -> str:
 
 def _command(point: Point, options: Options) -> list[str]:
     task = Task(
-        point.raw,
-        point.jit,
-        list(point.values),
-        options.steps,
-        options.warmup,
-        options.max_seconds,
+        point.raw, point.jit, list(point.values), options.steps, options.warmup, options.max_seconds
     )
     return [sys.executable, '-m', MEASURE, json.dumps(dataclasses.asdict(task))]
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import pathlib
 
 import pytest
-from support.benchmarks import available, plan
+from support.benchmarks import available, fake_sides, plan
 from support.commands import call
 from support.tiny import flags
 
 from jaxunet.benchmark import choose
-from jaxunet.benchmark.cases import Competitor, Prepared
 from jaxunet.benchmark.jax_side import synthetic_source
-from jaxunet.runtime.errors import UserError
 
 
 def test_choose_on_a_machine_without_kernels(tmp_path: pathlib.Path) -> None:
@@ -48,27 +46,12 @@ def test_choose_leaves_out_what_does_not_run(
     steps: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a side that fails while it is timed, or before, while steps are counted."""
-    closed = []
-
-    def fake(name: str, *_: object) -> Competitor:
-        if name == 'missing':
-            raise UserError('this machine has no such kernels')
-
-        class Fake:
-            def prepare(self, direction: str) -> Prepared:
-                def work(steps: int) -> None:
-                    if name == 'dies' and steps > 1:
-                        raise RuntimeError('out of memory')
-
-                assert direction == 'step'
-                return Prepared(work, 0.1, 0.2, 10, 20, {}, lambda: closed.append(name))
-
-        return Fake()
-
-    monkeypatch.setattr(choose, 'make_side', fake)
+    closed: list[str] = []
+    made = fake_sides(lambda direction, steps: steps > 1, closed.append)
+    monkeypatch.setattr(choose, 'make_side', made)
     monkeypatch.setattr(choose, 'fresh_state', lambda config: None)
     config = plan().config
     measure = choose.step_timer(config, synthetic_source(config), rounds=3, steps=steps)
     found = measure(['a', 'missing', 'dies'])
     assert {name: len(times) for name, times in found.items()} == {'a': 3}
-    assert closed == ['a', 'dies']
+    assert closed == ['a step', 'dies step']

@@ -7,14 +7,13 @@ import dataclasses
 import math
 import pathlib
 import re
-from collections.abc import Mapping
 
 import jax
 import numpy as np
 import pytest
 from support import kernel_names
 from support.commands import call
-from support.kernel_measurements import ORIGIN, measured
+from support.kernel_measurements import ORIGIN, measured, same_times
 from support.mosaic import simulated
 
 from jaxunet.benchmark.kernels import adamw, lowering, project
@@ -164,11 +163,10 @@ def test_adamw_is_measured_once_and_in_place(monkeypatch) -> None:
     called = collections.Counter()
 
     def trace(programs, **_):
-        for name, program in programs.items():
-            for number in range(3):  # a call leaves the inputs of the next
-                jax.block_until_ready(program(number))
-                called[name] += 1
-        return {name: timing.Times({'k': 1.0}, (2.0,)) for name in programs}
+        for _ in range(3):  # a call leaves the inputs of the next
+            called.update(list(programs))
+            times = same_times(programs)
+        return times
 
     found = {row['direction']: row for row in measured(*wanted, trace=trace)}
     assert [row['error'] for row in found.values()] == [None] * 6
@@ -225,10 +223,7 @@ def test_projections_are_measured_with_the_work_of_a_call(monkeypatch) -> None:
         for batch in (2, 5)
         for direction in ('forward', 'forward+backward')
     ]
-    found = measured(
-        *wanted,
-        trace=lambda programs, **_: {name: timing.Times({'k': 1.0}, (2.0,)) for name in programs},
-    )
+    found = measured(*wanted, trace=same_times)
     assert [row['error'] for row in found] == [None] * 4
     assert all(0 <= row['difference'] < 0.02 for row in found)
     for row, both in zip(found, (False, True) * 2, strict=True):
@@ -267,10 +262,7 @@ def test_the_gradients_of_projections_are_those_of_the_op() -> None:
 @pytest.mark.extension
 def test_an_op_that_pallas_has_not_is_measured() -> None:
     wanted = kernels.select(['linear'], ['1'], '^4x4', [PALLAS, CUDA])
-    found = measured(
-        *wanted,
-        trace=lambda programs, **_: {name: timing.Times({'k': 1.0}, (2.0,)) for name in programs},
-    )
+    found = measured(*wanted, trace=same_times)
     assert [(row['error'], row['ratio_cuda'], 'us_pallas' in row) for row in found] == [
         (None, 1.0, False)
     ] * 4
@@ -284,12 +276,8 @@ def test_a_kernel_is_measured_through_to_its_row() -> None:
     wanted = kernels.select(['attention'], ['1'], '64_tokens', [PALLAS]) + kernels.select(
         ['group_norm'], ['1'], '^8x8_192$', [PALLAS]
     )
-
-    def trace(programs: Mapping[str, object], *, rounds: int) -> dict[str, timing.Times]:
-        return {name: timing.Times({'k': 1.0}, (1.0,) * rounds) for name in programs}
-
     with simulated():
-        found = measured(*wanted, trace=trace)
+        found = measured(*wanted, trace=same_times)
     assert [row['error'] for row in found] == [None] * 4
     assert all(0 <= row['difference'] < 0.02 for row in found)
 

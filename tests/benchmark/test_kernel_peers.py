@@ -6,31 +6,23 @@ import logging
 
 import jax
 import pytest
-from support.kernel_measurements import ORIGIN, fails, measured, toy
+from support.kernel_measurements import ORIGIN, fails, measured, same_times, toy
 
 from jaxunet.benchmark.kernels import adamw, peers, project
 from jaxunet.benchmark.kernels import measure as kernels
 from jaxunet.benchmark.kernels import table as kernel_table
 from jaxunet.ops.adamw.cases import AWKWARD
 from jaxunet.ops.linear.projection_cases import Case, Layer
-from jaxunet.runtime import gpu_time as timing
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.measurement import Arrays
 from jaxunet.runtime.plugins import load_backend
 
 CUDA = load_backend('cuda')
-TIMES = timing.Times({'k': 1.0}, (2.0,))
 # Of every op and direction: parts, residuals and shortcuts, shifts per sample, a norm without SiLU.
 SMALL = (
     '^(8x8_192to256|4x4_256to256|norm_8x8_192to256|norm_8x8_256to256_res(192|256|256.256)'
     '|8x8_(192|256|256.192|256_plain)|64_tokens_8x32|8x8_256to256(_res)?|three|two_averages)$'
 )
-
-
-def trace(programs, **_):
-    for program in programs.values():
-        program(1)
-    return dict.fromkeys(programs, TIMES)
 
 
 @pytest.mark.extension
@@ -41,7 +33,8 @@ def test_pytorch_computes_the_same(monkeypatch, caplog) -> None:
     monkeypatch.setattr(project, 'CASES', (Case('three', 16, layers),))
     monkeypatch.setattr(adamw, 'CASES', (AWKWARD[1],))
     wanted = peers.with_pytorch(kernels.select([], ['2'], SMALL, [CUDA]))
-    found = measured(*(m._replace(sides=_without('cuda', m.sides)) for m in wanted), trace=trace)
+    wanted = [m._replace(sides=_without('cuda', m.sides)) for m in wanted]
+    found = measured(*wanted, trace=same_times)
     assert [row['error'] for row in found] == [None] * len(found)
     missing = {(row['op'], row['direction']) for row in found if 'us_pytorch' not in row}
     only_ours = ('sum_of_squares', 'pack', 'narrow', 'step_with_copies', 'step_then_narrow')
@@ -93,7 +86,7 @@ def test_peers_of_attention_compute_the_same(peer: str, monkeypatch) -> None:
     promotion = jax.config.jax_numpy_dtype_promotion
     jax.config.update('jax_numpy_dtype_promotion', 'standard')  # in all threads, as in commands
     try:
-        found = measured(*wanted, trace=trace)
+        found = measured(*wanted, trace=same_times)
     finally:
         jax.config.update('jax_numpy_dtype_promotion', promotion)
     assert [(row['error'], row[f'us_{peer}']) for row in found] == [(None, 2.0)] * 2
@@ -108,7 +101,8 @@ def test_a_peer_that_fails_or_differs_is_left_out(monkeypatch, caplog) -> None:
     sides = {'xla': m.sides['xla'], 'pallas': m.sides['pallas'], 'cudnn': fails, 'tokamax': wrong}
 
     def lost(programs, **_):
-        return {name: TIMES for name in programs if not name.endswith('pytorch')}
+        found = same_times(programs)
+        return {name: found[name] for name in programs if not name.endswith('pytorch')}
 
     monkeypatch.setattr(peers, 'fetched', lambda peer, result: result)
     caplog.set_level(logging.WARNING, logger='absl')

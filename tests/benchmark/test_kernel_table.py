@@ -20,25 +20,11 @@ def example(
     case: str, batch: int, ratio: float, op: str = 'conv3x3', **changes: object
 ) -> rows.Row:
     row = {
-        'op': op,
-        'case': case,
-        'direction': 'forward',
-        'batch': batch,
-        'dtype': 'bfloat16',
-        'error': None,
-    }
-    return (
-        ORIGIN
-        | row
-        | {
-            'us_pallas': 10.0,
-            'us_xla': 10.0 * ratio,
-            'ratio': ratio,
-            'tflops': 600.4,
-            'gbps': 1234.5,
-        }
-        | changes
-    )
+        'op': op, 'case': case, 'direction': 'forward', 'batch': batch, 'dtype': 'bfloat16',
+        'error': None, 'us_pallas': 10.0, 'us_xla': 10.0 * ratio, 'ratio': ratio, 'tflops': 600.4,
+        'gbps': 1234.5,
+    }  # fmt: skip
+    return ORIGIN | row | changes
 
 
 def test_tables(tmp_path: pathlib.Path) -> None:

@@ -183,11 +183,11 @@ def test_peers_refuse_what_they_do_not_train() -> None:
         ({'data': {'cache': 'stream'}}, 'data.cache=device'),
         ({'timesteps': {'sampler': 'policy'}}, 'trains with timesteps.sampler=uniform, found pol'),
         ({'loss': {'weighting': 'min_snr'}}, 'trains with loss.weighting=uniform, found min_snr'),
-        ({'model': {'skip_scale': 0.5}}, 'does not have model.skip_scale=0.5; set it to 1.0'),
-        ({'model': {'remat': True}}, 'found model.remat=True; set it to False'),
-        ({'data': {'noise_assignment': 'batch'}}, 'found data.noise_assignment=batch; set it to'),
-        ({'data': {'bits': 16}}, 'reads pixels of 8 bits, found data.bits=16; set it to 8'),
-        ({'model': {'low_res_size': (4,)}}, 'found model.low_res_size'),
+        ({'model': {'skip_scale': 0.5}}, 'trains with model.skip_scale=1.0, found 0.5'),
+        ({'model': {'remat': True}}, 'trains with model.remat=False, found True; set it to'),
+        ({'data': {'noise_assignment': 'batch'}}, 'with data.noise_assignment=none, found batch'),
+        ({'data': {'bits': 16}}, 'trains with data.bits=8, found 16; set it to that'),
+        ({'model': {'low_res_size': (4,)}}, r'trains with model.low_res_size=\(\), found \(4,'),
     ):
         config = tiny_config(**changes)
         with pytest.raises(UserError, match=message):

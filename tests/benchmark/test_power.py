@@ -6,6 +6,7 @@ import types
 
 import jax
 import pytest
+from support.benchmarks import example
 
 from jaxunet.benchmark import power
 from jaxunet.benchmark.power import NO_NUMBERS, Gpu, Meter, open_gpu
@@ -100,13 +101,7 @@ def test_the_gpu_of_jax(visible: str, energy: int | None, monkeypatch: pytest.Mo
 
 
 def test_the_table_has_columns_of_power_where_rows_have_numbers() -> None:
-    row = {
-        'kind': 'benchmark', 'device': 'GPU', 'config': 'c', 'precision': 'bfloat16',
-        'batch_size': 32, 'direction': 'step', 'backend': 'xla', 'git': 'abc', 'driver': '5',
-        'versions': {}, 'matmul_flops': 1e12, 'copy_bytes_per_s': 1e12, 'median_ms': 1.0,
-        'quartiles_ms': [1.0, 1.0], 'images_per_second': 1.0, 'mfu': 0.5, 'compile_s': 1.0,
-        'ratio': 1.0, 'bandwidth_share': None, 'peak_bytes': None,
-    }  # fmt: skip
+    row = {k: v for k, v in example().items() if k not in NO_NUMBERS}  # as older ones
     measured = {'watts': 695.2, 'clock_mhz': 1745, 'mj_per_image': 71.24}
     assert 'mJ' not in markdown([row])
     text = markdown([row, row | measured | {'backend': 'auto'}])

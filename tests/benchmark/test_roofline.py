@@ -334,10 +334,7 @@ def test_what_could_not_be_told_is_below_the_table() -> None:
             [{'kind': 'roofline', 'class': 'step'}],
             'a row of kind roofline: expected a field device',
         ),
-        (
-            [{**budget()[-1], 'busy_ms': None}],
-            'busy_ms: expected a number, found None',
-        ),
+        ([{**budget()[-1], 'busy_ms': None}], 'busy_ms: expected a number, found None'),
         (budget(versions=None), 'versions: expected a JSON object, found None; remove its line'),
         (budget(ops=['a']), "ops: expected text, found \\['a'\\]"),
         (budget(time=5), 'time: expected text, found 5'),

@@ -10,12 +10,12 @@ import threading
 
 import numpy as np
 import pytest
-from support.benchmarks import FIELDS, MEASURED, available, plan
+from support.benchmarks import FIELDS, MEASURED, available, fake_sides, plan
 from support.commands import call
 from support.tiny import flags, tiny_config
 
 from jaxunet.benchmark import run, sharing, table
-from jaxunet.benchmark.cases import DEFAULT_DIRECTIONS, Competitor, Prepared, Sampling
+from jaxunet.benchmark.cases import DEFAULT_DIRECTIONS, Prepared, Sampling
 from jaxunet.benchmark.device import Rates
 from jaxunet.benchmark.jax_side import synthetic_source
 from jaxunet.runtime import rows
@@ -86,22 +86,8 @@ def test_a_side_that_cannot_run_is_a_row(
     """Also one that fails while it is timed; the others go on, and ratios are to the first even
     where the second is gone.
     """
-
-    def fake(name: str, *_: object) -> Competitor:
-        if name == 'missing':
-            raise UserError('this machine has no such kernels')
-
-        class Fake:
-            def prepare(self, direction: str) -> Prepared:
-                def work(steps: int) -> None:
-                    if name == 'dies' and direction == 'step':
-                        raise RuntimeError('out of memory')
-
-                return Prepared(work, 0.1, 0.2, 10, 20, {}, lambda: None)
-
-        return Fake()
-
-    monkeypatch.setattr(run, 'make_side', fake)
+    made = fake_sides(lambda direction, steps: direction == 'step')
+    monkeypatch.setattr(run, 'make_side', made)
     monkeypatch.setattr(run, 'measure_rates', lambda precision: Rates(1e9, 1e9))
     wanted = plan()._replace(sides=('a', 'missing', 'dies'))
     found = list(run.run(wanted, synthetic_source(wanted.config), 'x'))

@@ -6,7 +6,7 @@ import pathlib
 
 import jax
 import pytest
-from support.benchmarks import FIELDS, MEASURED
+from support.benchmarks import example
 
 from jaxunet.benchmark import table
 from jaxunet.runtime import rows
@@ -31,30 +31,7 @@ def test_rows_are_appended_and_read(tmp_path: pathlib.Path) -> None:
 
 
 def test_table_shows_the_latest_row_of_a_case() -> None:
-    row = {name: None for name in FIELDS | MEASURED} | {
-        'kind': 'benchmark',
-        'versions': {'jax': '1'},
-        'precision': 'float32',
-        'config': 'x',
-        'steps_per_call': 1,
-    }
-    row |= {
-        'device': 'GPU',
-        'driver': '5',
-        'batch_size': 8,
-        'direction': 'step',
-        'backend': 'xla',
-        'git': 'abc',
-        'quartiles_ms': [1, 3],
-    }
-    row |= {
-        'median_ms': 2.0,
-        'images_per_second': 4000.0,
-        'mfu': 0.5,
-        'compile_s': 3.0,
-        'matmul_flops': 1e12,
-        'copy_bytes_per_s': 1e12,
-    }
+    row = example()
     text = table.markdown(
         [
             row,
@@ -93,22 +70,6 @@ def test_a_table_of_several_runs_tells_them_apart() -> None:
     """The sides of a case stand together, each with its commit, as its ratio is to another side of
     that commit.
     """
-    row = {name: None for name in FIELDS | MEASURED} | {
-        'kind': 'benchmark',
-        'versions': {},
-        'precision': 'float32',
-        'config': 'x',
-    }
-    row |= {'steps_per_call': 1}
-    row |= {
-        'device': 'GPU',
-        'direction': 'step',
-        'quartiles_ms': [1, 3],
-        'median_ms': 2.0,
-        'images_per_second': 4.0,
-        'mfu': 0.5,
-    }
-    row |= {'compile_s': 3.0, 'matmul_flops': 1e12, 'copy_bytes_per_s': 1e12}
     cases = [
         (8, 'xla', 'old'),
         (9, 'xla', 'old'),
@@ -116,7 +77,7 @@ def test_a_table_of_several_runs_tells_them_apart() -> None:
         (8, 'xla', 'new'),
         (9, 'broken', 'new'),
     ]
-    found = [row | {'batch_size': size, 'backend': side, 'git': git} for size, side, git in cases]
+    found = [example(batch_size=size, backend=side, git=git) for size, side, git in cases]
     found[-1]['error'] = 'gone'
     lines = table.markdown(found).splitlines()[4:]
     cells = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines]

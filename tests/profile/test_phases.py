@@ -5,9 +5,9 @@ CUDA graphs.
 import pytest
 from support.tiny import tiny_config
 
-from jaxunet.data.sources import open_source
+from jaxunet.data.sources import open_images
 from jaxunet.profile.align import align, stem
-from jaxunet.profile.capture import Steps
+from jaxunet.profile.capture import single_steps
 from jaxunet.profile.events import COLLECTIVE, KERNEL, Event, build_trace
 from jaxunet.profile.hlo import Instruction, Program, read_hlo
 from jaxunet.profile.phases import (
@@ -23,10 +23,6 @@ from jaxunet.profile.phases import (
     phase_of,
 )
 from jaxunet.runtime.errors import UserError
-
-
-def digits(config):
-    return open_source(config.data.path, image_shape=config.image_shape, classes=())
 
 
 def test_phase_of_paths():
@@ -50,7 +46,7 @@ def test_several_steps_of_a_call_have_no_profile():
     with pytest.raises(
         UserError, match=r'train.steps_per_call: a profile is of steps one by one, found 2'
     ):
-        Steps(config, digits(config))
+        single_steps(config, open_images(config))
 
 
 @pytest.mark.parametrize(
@@ -70,8 +66,8 @@ def test_several_steps_of_a_call_have_no_profile():
 )
 def test_every_operation_of_a_real_step_has_its_phase(changes, devices):
     config = tiny_config(**{'parallel': {'devices': devices}, **changes})
-    with Steps(config, digits(config)) as steps:
-        program = read_hlo(steps.hlo_text())
+    with single_steps(config, open_images(config)) as session:
+        program = read_hlo(session.compile().as_text())
     working = {name: program.instructions[name] for name in program.schedule}
     phases = {name: phase_of(i.path) for name, i in working.items()}
     assert {DATA, FORWARD, BACKWARD, OPTIMIZER} <= set(phases.values())
@@ -173,15 +169,9 @@ def test_names_tell_backends():
 
 
 def test_stems():
-    assert [
-        stem(n) for n in ('loop_add_fusion_12', 'loop_add_fusion.3.1', 'gemm_64x32', 'copy', '12')
-    ] == [
-        'loop_add_fusion',
-        'loop_add_fusion',
-        'gemm_64x32',
-        'copy',
-        '12',
-    ]
+    names = ('loop_add_fusion_12', 'loop_add_fusion.3.1', 'gemm_64x32', 'copy', '12')
+    stems = ['loop_add_fusion', 'loop_add_fusion', 'gemm_64x32', 'copy', '12']
+    assert list(map(stem, names)) == stems
 
 
 def test_kernels_of_cuda_graphs_find_their_instructions():
@@ -199,62 +189,36 @@ def test_kernels_of_cuda_graphs_find_their_instructions():
         'wrapped_add.1': Instruction('fusion', 'jit(f)/optimizer/add'),
         'fusion.3': Instruction('fusion', 'jit(f)/optimizer/mul'),
     }
-    kernels = [
-        'fusion_1',
-        'memcpy128',
-        'sm90_a',
-        'sm90_b',
-        'fusion_1',
-        'Memset 3',
-        'prepare<int>',
-        'sm90_b',
-        'wrapped_add',
-        'fusion_1',
-    ]
-    instructions = [
-        'fusion.1',
-        'copy.1',
-        *(f'cudnn-conv.{i}' for i in (1, 2)),
-        'fusion.2',
-        *['cudnn-conv.3'] * 3,
-        'wrapped_add.1',
-        'fusion.3',
+    launches = [
+        ('fusion_1', 'fusion.1'),
+        ('memcpy128', 'copy.1'),
+        ('sm90_a', 'cudnn-conv.1'),
+        ('sm90_b', 'cudnn-conv.2'),
+        ('fusion_1', 'fusion.2'),
+        ('Memset 3', 'cudnn-conv.3'),
+        ('prepare<int>', 'cudnn-conv.3'),
+        ('sm90_b', 'cudnn-conv.3'),
+        ('wrapped_add', 'wrapped_add.1'),
+        ('fusion_1', 'fusion.3'),
     ]
     graph = {'hlo_op': 'command_buffer_1', 'hlo_module': 'jit_f', 'cuda_graph_id': '7'}
-    events = [Event(name, 10.0 * i, 5.0, graph) for i, name in enumerate(kernels * 2)]
-    nccl = [
-        Event(
-            'ncclDevKernel_AllReduce',
-            80.0,
-            5.0,
-            {'hlo_op': 'all-reduce-start.1', 'hlo_module': 'jit_f'},
-        )
-    ]
-    ops = build_trace(
-        [('/device:GPU:0', [('Stream #1', events), ('Stream #2', nccl)])],
-        Program('jit_f', schedule, list(schedule)),
-        2,
-    ).ops
+    events = [Event(name, 10.0 * i, 5.0, graph) for i, (name, _) in enumerate(launches * 2)]
+    reduced = {'hlo_op': 'all-reduce-start.1', 'hlo_module': 'jit_f'}
+    nccl = [Event('ncclDevKernel_AllReduce', 80.0, 5.0, reduced)]
+    program = Program('jit_f', schedule, list(schedule))
+    streams = [('Stream #1', events), ('Stream #2', nccl)]
+    ops = build_trace([('/device:GPU:0', streams)], program, 2).ops
+    instructions = [hlo for _, hlo in launches]
     assert [op.hlo for op in ops if op.kind != COLLECTIVE] == instructions * 2
+    convolutions = ['cudnn-conv'] * 2
     assert [op.operation for op in ops if op.kind == KERNEL][:8] == [
-        'fusion',
-        'cudnn-conv',
-        'cudnn-conv',
-        'fusion',
-        'cudnn-conv',
-        'cudnn-conv',
-        'wrapped_add',
-        'fusion',
+        *('fusion', *convolutions, 'fusion', *convolutions, 'wrapped_add', 'fusion')
     ]
     phases = [DATA, *[FORWARD] * 4, *[BACKWARD] * 3, *[OPTIMIZER] * 2]
     assert [op.phase for op in ops if op.kind != COLLECTIVE] == phases * 2
     assert [op.graph for op in ops].count(False) == 1
     # Steps that differ are not guessed at.
-    ops = build_trace(
-        [('/device:GPU:0', [('Stream #1', events[:-1])])],
-        Program('jit_f', schedule, list(schedule)),
-        2,
-    ).ops
+    ops = build_trace([('/device:GPU:0', [('Stream #1', events[:-1])])], program, 2).ops
     assert {op.phase for op in ops} == {OTHER}
 
 
@@ -266,31 +230,14 @@ def test_aligning_without_a_schedule_or_kernels():
 
 def test_aligning_what_a_graph_moved():
     schedule = [
-        'a.1',
-        'b.1',
-        'custom-call.1',
-        'a.2',
-        'copy.1',
-        'c.1',
-        'b.2',
-        'custom-call.2',
-        'a.3',
+        *('a.1', 'b.1', 'custom-call.1', 'a.2', 'copy.1', 'c.1'),
+        *('b.2', 'custom-call.2', 'a.3'),
     ]
     libraries = [name.startswith('custom') for name in schedule]
-    kernels = [
-        'a_1',
-        'b_1',
-        'init',
-        'gemm',
-        'b_1',
-        'a_1',
-        'memcpy32',
-        'c_1',
-        'init',
-        'gemm',
-        'split',
-        'a_1',
-    ]  # b.2 came early
+    kernels = [  # b.2 came early
+        *('a_1', 'b_1', 'init', 'gemm', 'b_1', 'a_1', 'memcpy32', 'c_1'),
+        *('init', 'gemm', 'split', 'a_1'),
+    ]
     assert align(kernels, schedule, libraries) == [
         *['a.1', 'b.1', 'custom-call.1', 'custom-call.1', 'b.2', 'a.2', 'copy.1', 'c.1'],
         *['custom-call.2', 'custom-call.2', 'custom-call.2', 'a.3'],

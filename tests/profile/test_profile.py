@@ -15,7 +15,7 @@ from support.commands import call
 from support.profile_traces import PROGRAM, gpu_events, gpu_trace
 from support.tiny import flags, tiny_config
 
-from jaxunet.data.sources import open_source
+from jaxunet.data.sources import open_images
 from jaxunet.profile import intervals, report
 from jaxunet.profile.capture import HOST_DATA, HOST_WAIT, capture, check
 from jaxunet.profile.chrome import phase_spans, write_trace
@@ -23,11 +23,6 @@ from jaxunet.profile.events import COLLECTIVE, COPY, KERNEL, Event, build_trace
 from jaxunet.profile.phases import ALL_REDUCE, BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES
 from jaxunet.profile.summary import DEVICE, HOST, summarise
 from jaxunet.runtime.errors import UserError
-
-
-def digits(config):
-    return open_source(config.data.path, image_shape=config.image_shape, classes=())
-
 
 # Arithmetic
 
@@ -282,7 +277,7 @@ def test_plot_without_matplotlib(monkeypatch, tmp_path):
 @pytest.mark.long
 def test_capture_on_several_devices(tmp_path):
     config = tiny_config(parallel={'devices': 2}, data={'cache': 'stream'})
-    captured = capture(config, digits(config), tmp_path, steps=2, warmup=1)
+    captured = capture(config, open_images(config), tmp_path, steps=2, warmup=1)
     s = summarise(captured.trace, captured.steps)
     assert (s.platform, s.devices, s.steps) == ('cpu', 2, 2)
     assert s.collective_ms > 0

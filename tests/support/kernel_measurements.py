@@ -56,6 +56,15 @@ def fake_trace(
     return found
 
 
+def same_times(
+    programs: Mapping[str, Callable[[int], PyTree]], **_: object
+) -> dict[str, timing.Times]:
+    """Runs every program, and returns 2 µs a call for each."""
+    for program in programs.values():
+        jax.block_until_ready(program(1))
+    return {name: timing.Times({'k': 1.0}, (2.0,)) for name in programs}
+
+
 def fails(_: Arrays) -> Arrays:
     raise ValueError('does not compile')
 

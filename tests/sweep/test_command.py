@@ -117,10 +117,7 @@ def test_top_operations_from_the_command_line(tmp_path):
             ['--vary=jit=on', '--config.data.path=nowhere.zip'],
             'error: data.path: nowhere.zip: no such file',
         ),
-        (
-            ['--preset=ampp'],
-            f'value should be one of <{"|".join([*PRESETS, STUDY])}>',
-        ),
+        (['--preset=ampp'], f'value should be one of <{"|".join([*PRESETS, STUDY])}>'),
         (
             ['--preset=top_operations', '--vary=jit=on,off', '--config.parallel.devices=1'],
             'error: --vary jit: --preset top_operations',

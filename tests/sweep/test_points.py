@@ -178,11 +178,7 @@ def test_vary_replaces_the_axes_of_a_preset():
     given = parse_axes(['parallel.devices=1,2', 'backend=xla'])
     assert [
         (a.name, len(a.values)) for a in merge(parse_axes(PRESETS['devices_batch'].axes), given)
-    ] == [
-        ('parallel.devices', 2),
-        ('batch_per_device', 3),
-        ('backend', 1),
-    ]
+    ] == [('parallel.devices', 2), ('batch_per_device', 3), ('backend', 1)]
 
 
 def test_a_point_as_a_config_file(tmp_path):

@@ -18,45 +18,27 @@ from jaxunet.sweep import parts, plots, report
 from jaxunet.sweep.folder import config_arguments, load, save
 from jaxunet.sweep.points import expand, parse_axes
 from jaxunet.sweep.presets import STUDY_PARTS
-from jaxunet.sweep.results import Sweep, effects, geometric_mean
+from jaxunet.sweep.results import Sweep, effects
 
 
-def rows_of(sweep_axes, rate, **extra):
+def rows_of(sweep_axes, rate):
     """Made-up rows: a rate for every cell (None: it failed)."""
     points, _ = expand(tiny_config(), sweep_axes, GPU)
     rows = []
     for point in points:
         value = rate(*point.values.values())
-        row = {
-            'point': point.values,
-            'batch': point.raw['data']['batch_size'],
-            'key': point.label,
-            'seconds': 1.0,
-            **ORIGIN,
-        }
         if value is None:
-            rows.append(
-                row | {'status': 'timeout', 'reason': 'not done\n after 1 s', 'log': 'logs/x.log'}
-            )
-            continue
-        numbers = {
-            'images_per_s': value,
-            'images_per_s_range': [value * 0.9, value * 1.1],
-            'peak_bytes': 2**30,
-            'peak_source': 'device',
-        }
-        timed = {
-            'step_ms': {'median': 8e3 / value, 'quartiles': [7e3 / value, 9e3 / value]},
-            'lower_s': 1.0,
-            'compile_s': 2.0,
-        }
-        rows.append(
-            row
-            | {'status': 'ok', 'compile_cached': False, 'loss': 0.5, 'steps': 100}
-            | numbers
-            | timed
-            | extra
-        )
+            result = {'status': 'timeout', 'reason': 'not done\n after 1 s', 'log': 'logs/x.log'}
+        else:
+            result = {
+                'status': 'ok', 'compile_cached': False, 'loss': 0.5, 'steps': 100,
+                'images_per_s': value, 'images_per_s_range': [value * 0.9, value * 1.1],
+                'peak_bytes': 2**30, 'peak_source': 'device', 'lower_s': 1.0, 'compile_s': 2.0,
+                'step_ms': {'median': 8e3 / value, 'quartiles': [7e3 / value, 9e3 / value]},
+            }  # fmt: skip
+        batch = point.raw['data']['batch_size']
+        origin = {'point': point.values, 'batch': batch, 'key': point.label, 'seconds': 1.0}
+        rows.append(ORIGIN | origin | result)
     return rows
 
 
@@ -81,7 +63,6 @@ def test_what_an_option_is_worth():
     assert found['parallel.devices', 4].ratios == pytest.approx([2])
     assert found['parallel.devices', 4].efficiency == pytest.approx(0.5)
     assert found['precision', 'bfloat16'].efficiency is None
-    assert geometric_mean([1, 4]) == pytest.approx(2)
 
 
 def test_report_csv_and_plots(tmp_path):

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import jaxunet.runtime.quiet  # isort: skip  # noqa: F401 (before slow imports)
 
-import datetime
 import importlib.util
 import os
 import shlex
@@ -147,16 +146,7 @@ def measure_ops(
     jax.config.update('jax_enable_compilation_cache', False)
     # Lowering is Python code, and its threads slow each other down if they switch often.
     sys.setswitchinterval(0.05)
-    rates = measure_rates(kernels.DTYPE)
-    origin = {
-        'kind': 'kernel',
-        'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
-        **rows.provenance(),
-        'devices': 1,
-        'command': shlex.join(['python', '-m', 'jaxunet.benchmark.kernels', *sys.argv[1:]]),
-        'matmul_flops': rates.matmul_flops,
-        'copy_bytes_per_s': rates.copy_bytes,
-    }
+    origin = rows.origin('kernel', _command()) | measure_rates(kernels.DTYPE).columns()
     measured: list[rows.Row] = []
     late: list[Measurement] = []
     stop = time.monotonic() + SECONDS.value
@@ -194,15 +184,18 @@ def measure_roofline(output: str) -> int:
     sizes = parse_batch_sizes(BATCH_SIZES.value) if flags.FLAGS['batch_sizes'].present else ()
     roofline.check_gpu()
     compiled_cache.enable_compilation_cache()
-    command = shlex.join(['python', '-m', 'jaxunet.benchmark.kernels', *sys.argv[1:]])
     config = complete(CONFIG.value)
     check_used(config)
     measured = []
-    for row in roofline.run(cli.config_name(), config, sizes, command):
+    for row in roofline.run(cli.config_name(), config, sizes, _command()):
         rows.append(output, row)
         measured.append(row)
     print(roofline_table.markdown(measured))
     return 0
+
+
+def _command() -> str:
+    return shlex.join(['python', '-m', 'jaxunet.benchmark.kernels', *sys.argv[1:]])
 
 
 if __name__ == '__main__':

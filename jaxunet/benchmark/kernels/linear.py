@@ -30,10 +30,10 @@ def measurements(
         inputs: Arrays = {
             'x': array((*image, case.channels), dtype),
             'kernel': array((case.channels, case.features), dtype),
+            'bias': array((1, case.features), jnp.float32),
         }
-        inputs |= {'bias': array((1, case.features), jnp.float32)} | (
-            {'residual': y} if case.residual else {}
-        )
+        if case.residual:
+            inputs['residual'] = y
         sides = {name: _side(op) for name, op in implementations('linear', backends).items()}
         flops = 2 * batch * case.height * case.width * case.channels * case.features
         yield Measurement('linear', case.name, 'forward', batch, sides, inputs, flops)

@@ -37,6 +37,7 @@ COMPARED = 1 << 26
 ALLOWED = 0.05
 Trace = Callable[..., dict[str, timing.Times]]
 Elsewhere = Mapping[tuple[str, str], concurrent.futures.Future[lowering.Lowered]]
+Sides = dict[str, 'Built | Exception | None']  # by name; None: there was no time to compile it
 
 
 class Built(NamedTuple):
@@ -169,13 +170,14 @@ def measure(
         for name, m in group.items():
             seen = {side: times.get(f'{name}_{side}') for side in built[name]}
             sides = without_failed_peers(m, built[name], seen)
-            if None in sides.values() and not _failed(sides):
+            failed = any(isinstance(b, Exception) for b in sides.values())
+            if None in sides.values() and not failed:
                 yield m
             else:
                 yield to_row(m, sides, seen, differences.get(name))
 
 
-def check_peers(sides: dict[str, Built | Exception | None], exact: PyTree, inputs: Arrays) -> None:
+def check_peers(sides: Sides, exact: PyTree, inputs: Arrays) -> None:
     """Replaces the peers that fail, or compute something else than XLA, by an exception."""
     for side, b in sides.items():
         if side in peers.PEERS and isinstance(b, Built):
@@ -188,10 +190,8 @@ def check_peers(sides: dict[str, Built | Exception | None], exact: PyTree, input
 
 
 def without_failed_peers(
-    m: Measurement,
-    sides: Mapping[str, Built | Exception | None],
-    times: Mapping[str, timing.Times | None],
-) -> dict[str, Built | Exception | None]:
+    m: Measurement, sides: Sides, times: Mapping[str, timing.Times | None]
+) -> Sides:
     """Returns the sides without the peers that failed or have no times; the log says why."""
     kept = dict(sides)
     for side, b in sides.items():
@@ -205,17 +205,11 @@ def without_failed_peers(
     return kept
 
 
-def _failed(sides: Mapping[str, object]) -> bool:
-    return any(isinstance(side, Exception) for side in sides.values())
-
-
 def _call(run: ArrayFunction, inputs: Inputs, m: Measurement, number: int) -> PyTree:
     return run(inputs.of(m, number))
 
 
-def build(
-    group: Mapping[str, Measurement], stop: float, elsewhere: Elsewhere
-) -> dict[str, dict[str, Built | Exception | None]]:
+def build(group: Mapping[str, Measurement], stop: float, elsewhere: Elsewhere) -> dict[str, Sides]:
     """Compiles the sides of measurements in threads; a side that would begin after `stop` is None.
 
     Args:
@@ -251,7 +245,7 @@ def build(
     jobs = [(name, m, side) for name, m in group.items() for side in m.sides]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         results = list(pool.map(one, jobs))
-    built: dict[str, dict[str, Built | Exception | None]] = {name: {} for name in group}
+    built: dict[str, Sides] = {name: {} for name in group}
     for (name, _, side), result in zip(jobs, results, strict=True):
         built[name][side] = result
     return built
@@ -259,6 +253,8 @@ def build(
 
 def compiled(name: str, function: ArrayFunction, m: Measurement) -> Built:
     """Compiles one side of a measurement; the program is called `name` in traces."""
+    if isinstance(function, peers.Foreign):
+        return Built(function.named(name))
 
     def apart(updated: Arrays, kept: Arrays) -> PyTree:
         return function(updated | kept)
@@ -267,8 +263,6 @@ def compiled(name: str, function: ArrayFunction, m: Measurement) -> Built:
         updated = {n: v for n, v in inputs.items() if n in m.updated}
         return updated, {n: v for n, v in inputs.items() if n not in m.updated}
 
-    if isinstance(function, peers.Foreign):
-        return Built(function.named(name))
     began = time.thread_time()
     if m.updated:
         lowered = timing.named(name, apart, donated=(0,)).lower(*split(m.inputs))
@@ -305,10 +299,7 @@ def difference(first: PyTree, second: PyTree) -> float:
 
 
 def to_row(
-    m: Measurement,
-    sides: Mapping[str, Built | Exception | None],
-    times: Mapping[str, timing.Times | None],
-    off: float | None,
+    m: Measurement, sides: Sides, times: Mapping[str, timing.Times | None], off: float | None
 ) -> Row:
     """Returns the row of one measurement, without its origin; with an `error` it has no numbers."""
     row: Row = {
@@ -347,8 +338,8 @@ def to_row(
     row |= {'flops': m.flops, 'bytes': moved}
     for side, suffix in kernel_table.suffixes(row).items():
         us = row[f'us_{side}']
-        row[f'ratio{suffix}'] = round(row['us_xla'] / us, 3)
         row |= {
+            f'ratio{suffix}': round(row['us_xla'] / us, 3),
             f'tflops{suffix}': None if m.flops is None else round(m.flops / us / 1e6, 1),
             f'gbps{suffix}': round(moved / us / 1e3, 1),
         }

@@ -57,12 +57,11 @@ def latest(rows: Iterable[Row]) -> list[Row]:
             'git': object,
             'versions': dict,
         }
-        fields |= {name: NUMBER for name in RATES if row.get(name) is not None}
+        fields |= {f'{name}?': NUMBER for name in RATES}
         fields |= {f'us_{name}': NUMBER for name in PEERS if f'us_{name}' in row}
         for side, suffix in sides.items():
             fields |= dict.fromkeys((f'us_{side}', f'ratio{suffix}', f'gbps{suffix}'), NUMBER)
-            rate = f'tflops{suffix}'  # null for ops without products
-            fields[rate] = object if row.get(rate) is None else NUMBER
+            fields[f'tflops{suffix}?'] = NUMBER  # null for ops without products
         check_fields(row, fields, 'a row of kind kernel', advice='remove its line')
         for suffix in sides.values():
             if not row[f'ratio{suffix}'] > 0:
@@ -99,7 +98,7 @@ def by_backend(rows: Iterable[Row]) -> list[Row]:
     return [
         row
         | {'backend': side, 'us': row[f'us_{side}']}
-        | {name: row[name + suffix] for name in ('ratio', 'tflops', 'gbps')}
+        | {name: row.get(name + suffix) for name in ('ratio', 'tflops', 'gbps')}
         for row in latest(rows)
         for side, suffix in suffixes(row).items()
     ]

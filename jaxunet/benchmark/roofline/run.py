@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import pathlib
 import statistics
 import tempfile
@@ -24,7 +23,7 @@ from jaxunet.ops.backends import choose
 from jaxunet.profile.capture import capture
 from jaxunet.profile.summary import summarise
 from jaxunet.runtime.errors import UserError
-from jaxunet.runtime.rows import Row, provenance
+from jaxunet.runtime.rows import Row, origin
 
 KIND = 'roofline'
 STEP = 'step'  # class of the row with the sums over all classes
@@ -50,14 +49,7 @@ def run(name: str, config: Config, batch_sizes: Sequence[int], command: str) -> 
     config = benchmark_config(config)
     kernels = choose(config.backend, config.precision)
     rates = measure_rates(config.precision)
-    origin = {
-        'kind': KIND,
-        'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
-        **provenance(),
-    }
-    origin |= {
-        'devices': 1,
-        'command': command,
+    shared = origin(KIND, command) | {
         'config': name,
         'precision': config.precision,
         'backend': config.backend,
@@ -79,7 +71,7 @@ def run(name: str, config: Config, batch_sizes: Sequence[int], command: str) -> 
         busy_ms = summarise(captured.trace, TRACED).busy_ms
         logging.info('%s, batch %d: times steps', name, size)
         step_ms = captured.step_ms if sized == alone else wall_ms(sized, source)
-        yield from to_rows(origin | {'batch_size': size}, measured, busy_ms, step_ms)
+        yield from to_rows(shared | {'batch_size': size}, measured, busy_ms, step_ms)
 
 
 def check_gpu() -> None:

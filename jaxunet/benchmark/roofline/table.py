@@ -24,11 +24,9 @@ NEEDED = {
     'versions': dict,
     **dict.fromkeys(('matmul_flops', 'copy_bytes_per_s', 'launches', 'flops', 'bytes'), NUMBER),
     **dict.fromkeys(('floor_ms', 'ms', 'above_ms'), NUMBER),
+    'level?': str,  # null for a class as a whole
 }
-OF_STEP = {
-    **dict.fromkeys(('busy_ms', 'step_ms', 'gaps_ms', 'unplaced'), NUMBER),
-    'unknown': list,
-}
+OF_STEP = {**dict.fromkeys(('busy_ms', 'step_ms', 'gaps_ms', 'unplaced'), NUMBER), 'unknown': list}
 
 
 def markdown(rows: Iterable[Row]) -> str:
@@ -47,8 +45,6 @@ def markdown(rows: Iterable[Row]) -> str:
         if row.get('kind') != KIND:
             continue
         fields = NEEDED | (OF_STEP if row.get('class') == STEP else {})
-        # The level of a class as a whole is null.
-        fields |= {'level': object if row.get('level') is None else str}
         check_fields(row, fields, f'a row of kind {KIND}', advice='remove its line')
         runs[tuple(row[name] for name in SAME)][row['time']].append(row)
     if not runs:
@@ -68,17 +64,15 @@ def _step(rows: Sequence[Row]) -> str:
             'have none of the whole step: the run was cut short; remove them and repeat it'
         )
     total = totals[0]
-    whole = sorted(
-        (row for row in rows if row['level'] is None and row is not total),
-        key=lambda row: -row['above_ms'],
-    )
-    levels = sorted((row for row in rows if row['level']), key=lambda row: -row['above_ms'])
+    order = sorted(rows, key=lambda row: -row['above_ms'])
+    levels = [row for row in order if row.get('level')]
     body = []
-    for row in whole:
-        body.append(_cells(row, row['class'], 'all'))
-        body += [
-            _cells(level, '', level['level']) for level in levels if level['class'] == row['class']
-        ]
+    for row in order:
+        if row.get('level') is None and row is not total:
+            body.append(_cells(row, row['class'], 'all'))
+            body += [
+                _cells(one, '', one['level']) for one in levels if one['class'] == row['class']
+            ]
     body.append(_cells(total, '**all kernels**', ''))
     return '\n\n'.join([_caption(total), table(HEAD, body), '\n'.join(_summary(total))])
 
