@@ -19,6 +19,7 @@ def write_untrained(folder: pathlib.Path, scale: float = 1.0, size: int = 8) -> 
     params, statistics = init(architecture, jax.random.key(0))
     path = folder / 'random.npz'
     training = {'reference': 'nothing', 'test_accuracy': 0.1}
-    arrays = to_arrays(architecture, params, statistics, np.full(sum(architecture.stages), scale), training)
+    scales = np.full(sum(architecture.stages), scale)
+    arrays = to_arrays(architecture, params, statistics, scales, training)
     np.savez(path, jaxunet_features=np.array('classifier'), **arrays)
     return path
