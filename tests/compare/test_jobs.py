@@ -76,7 +76,7 @@ def test_two_jobs_of_one_name_are_refused(job, tmp_path):
 
 def test_the_committed_jobs_are_valid():
     endings = ('endings', 'endings_costs', 'endings_tiny')
-    for part in ('all', 'minute', 'alone', 'costs', 'rates', 'digits', 'tiny', *endings):
+    for part in ('all', 'minute', 'alone', 'costs', 'digits', 'tiny', *endings):
         found = read_jobs(f'{JOBS}:{part}', '/data')
         assert all(isinstance(job, Job) for job in found)
     with pytest.raises(UserError, match='one of all, objects, minute, three, ten, images'):

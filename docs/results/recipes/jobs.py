@@ -11,7 +11,6 @@
     docs/results/recipes/jobs.py:all        objects, elephants, then small
     docs/results/recipes/jobs.py:alone      seconds a sample; needs a GPU of its own, no --step_ms
     docs/results/recipes/jobs.py:costs      each objective once, for jaxunet.compare.step_cost
-    docs/results/recipes/jobs.py:rates      learning rates
     docs/results/recipes/jobs.py:endings    how a run ends: rate, schedule, batch, AdamW or Muon
     docs/results/recipes/jobs.py:endings_costs ... each case once, for jaxunet.compare.step_cost
     docs/results/recipes/jobs.py:endings_tiny  ... in seconds on a CPU
@@ -33,7 +32,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 from jaxunet.compare.jobs import TINY, Job
@@ -76,31 +74,23 @@ ENDINGS = {  # only the batches and Muon change what a step costs
 COMPARED = ('fid', 'kid', 'precision', 'recall', 'copies')
 
 
-def objects(
-    case: str,
-    data: str,
-    *,
-    seed: int = 0,
-    fields: Mapping[str, object] | None = None,
-    name: str = '',
-) -> Job:
+def objects(case: str, data: str, *, seed: int = 0) -> Job:
     """Returns a job on 9,000 photographs of 20 classes.
 
     Args:
       case: an objective.
-      fields: further fields of the config; such a case has a `name` of its own, and a minute.
     """
     train, test = Path(data) / 'objects64_train.zip', Path(data) / 'objects64_test.zip'
     return Job(
-        name or case,
+        case,
         'objects64',
         CONFIG,
-        {'data.path': str(train), **OBJECTIVES[case], **(fields or {})},
-        (60,) if name else (60, 180, 600),
+        {'data.path': str(train), **OBJECTIVES[case]},
+        (60, 180, 600),
         SAMPLERS,
         {str(train): ('train', COMPARED), str(test): ('test', ('kid',))},
         seed=seed,
-        picture=64 if seed == 0 and not name else 0,
+        picture=64 if seed == 0 else 0,
     )
 
 
@@ -283,10 +273,6 @@ def get_jobs(part: str, data: str) -> list[Job]:
         'costs': [objects(case, data) for case in OBJECTIVES],  # the ratios are to the first
         'elephants': animals,
         'small': few,
-        'rates': [
-            objects('flow', data, fields={'optimizer.learning_rate': r}, name=f'flow-{r:g}')
-            for r in (2e-4, 4e-4)
-        ],
         'endings': endings(data),
         'endings_costs': [
             ending(name, 'objects64', data, seconds=s) for s in (60, 180) for name in ENDINGS
