@@ -12,6 +12,7 @@ from support.data_errors import PNG, fails
 from support.data_files import encoded, put, random_pixels, write_folder, write_zip
 
 from jaxunet.config import Config
+from jaxunet.data.pixels import has_holes
 from jaxunet.data.sources import check_path, open_data
 from jaxunet.runtime.errors import UserError
 
@@ -129,6 +130,11 @@ def test_images_that_cannot_be_decoded(tmp_path, case, form):
     path = put(tmp_path, {'a.png': PNG, 'sub/bad.png': data}, form)
     command = rf'python -m jaxunet.prepare_data --input {path} --output images.npz --image_size'
     fails(path, rf'sub/bad.png: (.|\n)*{match}(.|\n)*: {command} \.\.\.$')
+
+
+def test_the_transparency_of_a_huge_image_is_not_looked_at():
+    with pytest.raises(UserError, match=r'a\.png: 8200x8200 pixels, more than the'):
+        has_holes(encoded(Image.new('P', (8200, 8200)), transparency=0), 'a.png')
 
 
 def test_other_numbers_of_channels(tmp_path):
