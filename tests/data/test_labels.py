@@ -164,6 +164,10 @@ def test_files_beside_each_image(form, tmp_path):
         ({'dataset.json': b'{"labels": [["a.png", 0'}, r'dataset\.json: expected a JSON object'),
         ({'metadata.csv': b'file_name,label\na.png,\nb.png,x'}, r'line 2: a\.png: .*found nothing'),
         ({'metadata.csv': b'id,label\na.png,x'}, r'expected a column file_name, found id, label'),
+        (
+            {'labels.csv': b'file_name,label\na.png,%s\nb.png,1' % (b'9' * 5000)},
+            r'labels\.csv: labels: found a number of more than 64 bits',
+        ),
         ({'labels.csv': b'file_name,label\na.png,"x'}, r'labels\.csv: not a readable CSV file'),
         ({'labels.csv': b'file_name,label\na.png,\xff'}, r'labels\.csv: not a readable CSV file'),
         (
