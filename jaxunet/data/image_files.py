@@ -32,7 +32,7 @@ from jaxunet.data.reading import PLAIN, Reading, tell_rounding
 from jaxunet.data.rules import MAGIC_BYTES, bare_name, is_hidden, why_not_image
 from jaxunet.data.source import MAX_MEMORY, Source, no_labels, of_pixels, spread
 from jaxunet.data.tables import Rows
-from jaxunet.data.tar import TarReader
+from jaxunet.data.tar import TarReader, why_unreadable
 from jaxunet.data.threads import ordered_map
 from jaxunet.runtime.errors import UserError, plural, printable
 
@@ -262,12 +262,10 @@ def _image_members(
         if (place := places.pop(key, None)) is not None:
             skipped.append((printable(names[place]), REPLACED))
             names[place] = ''
-        start = b''
-        if not member.isreg() or member.sparse is not None:
-            reason = 'link' if member.islnk() or member.issym() else 'not a regular file'
-        elif member.size > MAX_FILE_BYTES:
+        start, reason = b'', why_unreadable(member)
+        if not reason and member.size > MAX_FILE_BYTES:
             reason = too_large(member.size)
-        else:
+        elif not reason:
             start = members.read(member, MAGIC_BYTES)
             reason = why_not_image(start, member.size, member.name)
         if reason:
