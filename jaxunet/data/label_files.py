@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from jaxunet.data.labels import ADVICE, LABEL, FileSet, Labels, and_more, checked, numbered
 from jaxunet.data.rules import LABEL_FILES
 from jaxunet.data.source import no_labels
+from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.errors import UserError, listed, printable
 from jaxunet.runtime.untrusted import parse_json, shown
 
@@ -86,7 +87,7 @@ def _of_nvlabs(data: bytes, where: str, how: str) -> list[_Entry] | None:
                 f'{where}: {at}: {printable(pair[0])}: expected a whole number as the label, found '
                 f'{shown(pair[1])}; {ADVICE}'
             )
-        entries.append(_Entry(at, pair[0].replace('\\', '/'), pair[1]))
+        entries.append(_Entry(at, pair[0], pair[1]))
     return entries
 
 
@@ -147,9 +148,9 @@ def _assigned(entries: list[_Entry], folder: str, files: FileSet, where: str) ->
       UserError: an entry without an image, an image without an entry, two of one image, or an entry
         without a label.
     """
-    rows = {posixpath.normpath(name): i for i, name in enumerate(files.images)}
-    of = [rows.get(posixpath.normpath(posixpath.join(folder, e.image)), -1) for e in entries]
-    values: list[int | str | None] = [None] * len(rows)
+    rows = {_key(name): i for i, name in enumerate(files.images)}
+    of = [rows.get(_key(posixpath.join(folder, entry.image)), -1) for entry in entries]
+    values: list[int | str | None] = [None] * len(files.images)
     places: dict[int, str] = {}
     lost = [entry for entry, row in zip(entries, of, strict=True) if row < 0]
     if lost:
@@ -171,3 +172,8 @@ def _assigned(entries: list[_Entry], folder: str, files: FileSet, where: str) ->
             f'{where}: no label for {printable(without[0])}{and_more(len(without))}; {ADVICE}'
         )
     return typing.cast(list[int | str], values)
+
+
+def _key(path: str) -> str:
+    """Returns a path in one form, with the slashes and accents of any system."""
+    return class_name(posixpath.normpath(path.replace('\\', '/')))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 
 import numpy as np
 import pytest
@@ -100,6 +101,15 @@ def test_tables_beside_the_images(form, name, text, tmp_path):
 def test_paths_of_a_table_begin_at_its_folder(tmp_path):
     files = pngs(['set/a.png', 'set/b.png']) | {'set/labels.csv': b'path,x\na.png,1\nb.png,0'}
     assert found(put(tmp_path, files, 'zip')) == ([1, 0], ('0', '1'), ())
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_tables_of_other_systems(form, tmp_path):
+    """Windows separates folders by backslashes, and macOS has letters for accents."""
+    table = 'file_name,label\nb\\1.png,dog\ncafé.png,cat'.encode()
+    names = ['b/1.png', unicodedata.normalize('NFD', 'café.png')]
+    path = put(tmp_path, pngs(names) | {'metadata.csv': table}, form)
+    assert found(path) == ([1, 0], ('cat', 'dog'), ())
 
 
 def test_one_of_several_columns(tmp_path):
