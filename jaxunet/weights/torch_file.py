@@ -11,7 +11,6 @@ import math
 import zipfile
 from collections import Counter
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -80,12 +79,7 @@ class TorchFile:
     def __enter__(self) -> TorchFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._archive.close()
 
     @property
