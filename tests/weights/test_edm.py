@@ -28,6 +28,7 @@ from support.edm_files import (
 )
 from support.peer_values import FIXTURES, QUICK, close, pictures
 from support.published import digest
+from support.weight_cases import same
 
 from configs.edm_cifar10 import get_config
 from jaxunet.checkpoint.load import fit_initial
@@ -174,7 +175,7 @@ def test_an_export_states_everything(file: pathlib.Path, tmp_path: pathlib.Path)
     write_weights(tmp_path / 'a.safetensors', weights.params, weights.config)
     again = read_weights(tmp_path / 'a.safetensors')
     assert again.config == weights.config
-    jax.tree.map(np.testing.assert_array_equal, again.params, weights.params)
+    same(again.params, weights.params)
     for name, message in (
         ('a.pkl', "expected one of .bin, .pt, .safetensors, found '.pkl'"),
         ('a.pt', r'(?s)no such model.*model\.skip_scale: expected 1.0, found 0.7.*found .edm.'),

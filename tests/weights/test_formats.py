@@ -18,9 +18,11 @@ from support.weight_cases import (
     UNETCU_SMALL,
     archive,
     make,
+    moments_of,
     nested_torch_bytes,
     random_params,
     safetensors_bytes,
+    same,
     state,
     torch_bytes,
 )
@@ -62,14 +64,6 @@ class Row(NamedTuple):
     caveats: str
 
 
-def same(found: Any, expected: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-def moments(config: Config) -> Any:
-    return random_params(config, 1), jax.tree.map(np.square, random_params(config, 2))
-
-
 def written(path: pathlib.Path, config: Config, given: Any = None, **options: Any) -> Any:
     """Writes weights and returns what is read from them."""
     write_weights(path, random_params(config), config, given, **options)
@@ -90,9 +84,9 @@ def given(path: pathlib.Path, data: bytes) -> pathlib.Path:
 
 def own_safetensors(folder: pathlib.Path) -> None:
     flow = SMALL.replace(diffusion={'objective': 'flow'})
-    found = written(folder / 'a.safetensors', flow, moments(flow), class_names=())
+    found = written(folder / 'a.safetensors', flow, moments_of(flow), class_names=())
     assert found.config == flow
-    same(found.moments, moments(flow))
+    same(found.moments, moments_of(flow))
 
 
 def own_pt(folder: pathlib.Path) -> None:
@@ -102,7 +96,7 @@ def own_pt(folder: pathlib.Path) -> None:
     v = SMALL.replace(diffusion={'objective': 'v'})
     for config, more, message in (
         (v, None, "expected 'epsilon' or 'x0'"),
-        (SMALL, moments(SMALL), 'holds no optimizer moments'),
+        (SMALL, moments_of(SMALL), 'holds no optimizer moments'),
     ):
         refused(message, lambda c=config, m=more: write_weights(folder / 'b.pt', {}, c, m))
 
@@ -124,9 +118,9 @@ def other_diffusers(folder: pathlib.Path) -> None:
 
 
 def unetcu_bin(folder: pathlib.Path) -> None:
-    found = written(folder / 'a.bin', UNETCU_SMALL, moments(UNETCU_SMALL))
+    found = written(folder / 'a.bin', UNETCU_SMALL, moments_of(UNETCU_SMALL))
     assert found.config == UNETCU_SMALL
-    same(found.moments, moments(UNETCU_SMALL))
+    same(found.moments, moments_of(UNETCU_SMALL))
     refused('unet.cu has no such model', lambda: write_weights(folder / 'b.bin', {}, SMALL))
     advice = r'model.max_period: expected 10000, .*\. A .pt with --names=unet.cu can hold it'
     refused(advice, lambda: write_weights(folder / 'b.pt', {}, UNETCU_SMALL))
@@ -184,7 +178,7 @@ def improved(folder: pathlib.Path) -> None:
 def ddpm(folder: pathlib.Path) -> None:
     table = ddpm_torch.table(DDPM)
     weights, averages = (from_tree(random_params(DDPM, seed), table) for seed in (0, 3))
-    mu, nu = (from_tree(tree, table).values() for tree in moments(DDPM))
+    mu, nu = (from_tree(tree, table).values() for tree in moments_of(DDPM))
     adam = {
         i: {'step': 10**6, 'exp_avg': first, 'exp_avg_sq': second}
         for i, (first, second) in enumerate(zip(mu, nu, strict=True))
@@ -200,7 +194,7 @@ def ddpm(folder: pathlib.Path) -> None:
     assert found.moments is None
     found = read_weights(path, ema='none', **DDPM_STATED)
     same(found.params, random_params(DDPM))
-    same(found.moments, moments(DDPM))
+    same(found.moments, moments_of(DDPM))
 
 
 def other_ddpm(folder: pathlib.Path) -> None:
