@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
@@ -170,10 +169,6 @@ class TorchFile:
         size = file.seek(0, 2)
         roots = {info.filename.partition('/')[0] for info in infos}
         names = [info.filename.partition('/')[2] for info in infos]
-        if twice := [n for n, count in Counter(names).items() if count > 1]:
-            raise UserError(
-                f'{self.path}: the archive has two entries of one name: {shown(twice[0])}'
-            )
         if 'constants.pkl' in names:
             raise UserError(
                 f'{self.path}: this is a TorchScript archive, which holds code; {STATE_DICT}'

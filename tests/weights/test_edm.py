@@ -273,7 +273,7 @@ MISTAKES: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: whole(FIRST, ones(32, 3, 2, 3)),
         rf'{FIRST}: expected shape \(32, 3, 3, 3\), found \(32, 3, 2, 3\)',
     ),
-    'missing': (missing, 'enc.SIDExSIDE_conv.weight is missing: this is not a network'),
+    'missing': (missing, 'enc.SIDExSIDE_conv.weight is missing: this is not a UNet'),
     'augmentation': (
         lambda: whole('map_augment.weight', ones(32, 6)),
         'map_augment.weight: expected 9 augmentation labels, found 6',
