@@ -129,9 +129,8 @@ def key(
         },
         fingerprint.sources(),
     ]
-    return hashlib.sha256(json.dumps(made_from, sort_keys=True, default=str).encode()).hexdigest()[
-        :32
-    ]
+    text = json.dumps(made_from, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def load(
