@@ -114,7 +114,7 @@ def diffusers_folder(folder: pathlib.Path) -> None:
 def other_diffusers(folder: pathlib.Path) -> None:
     write_folder(folder / 'a', random_params(SMALL), SMALL)
     (folder / 'a' / 'vae').mkdir()
-    refused('a model of latents', lambda: read_weights(folder / 'a'))
+    refused('vae: a model of latents', lambda: read_weights(folder / 'a'))
 
 
 def unetcu_bin(folder: pathlib.Path) -> None:
@@ -221,7 +221,7 @@ def nvlabs(folder: pathlib.Path) -> None:
 def other_nvlabs(folder: pathlib.Path) -> None:
     for kind in ('VPPrecond', 'VEPrecond', 'iDDPMPrecond'):
         path = given(folder / 'a.pkl', pickled({'ema': persistent(kind)}))
-        message = f"expected a network of the class EDMPrecond, found '{kind}'"
+        message = f"expected a network of the class EDMPrecond, found '{kind}', whose precond"
         refused(message, lambda path=path: read_weights(path))
     skip = {'enc.8x8_conv.weight': np.ones((8, 3, 3, 3), np.float32)}
     skip |= {'map_layer0.weight': np.ones((32, 8), np.float32)}
@@ -289,16 +289,8 @@ def old_formats(folder: pathlib.Path) -> None:
     for name, data, message in (
         ('a.pt', b'\x80\x02}.', "PyTorch's old format .* torch.save"),
         ('a.pt', archive({'a/data.pkl': b'', 'a/constants.pkl': b''}), 'TorchScript .* torch.save'),
-        (
-            'a.pth',
-            torch_bytes(state()),
-            ".safetensors, .pkl, found '.pth'",
-        ),
-        (
-            'a.ckpt',
-            torch_bytes(state()),
-            ".safetensors, .pkl, found '.ckpt'",
-        ),
+        ('a.pth', torch_bytes(state()), ".safetensors, .pkl, found '.pth'"),
+        ('a.ckpt', torch_bytes(state()), ".safetensors, .pkl, found '.ckpt'"),
     ):
         path = given(folder / name, data)
         refused(message, lambda path=path: read_weights(path))

@@ -129,13 +129,6 @@ def test_six_image_channels_are_read_with_a_config(file: Any) -> None:
         read_weights(path, new_attention_order=False, num_heads=2, **LINEAR)
 
 
-def test_a_classifier_is_refused(file: Any) -> None:
-    state = state_of(guided_diffusion.table(GUIDED))
-    path = file({k: v for k, v in state.items() if not k.startswith('output_blocks')})
-    with pytest.raises(UserError, match=r'classifier of noisy images .* draws nothing'):
-        read_weights(path, GUIDED, new_attention_order=False)
-
-
 # --- improved-diffusion: T = 4000, rescaled
 
 
