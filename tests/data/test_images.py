@@ -102,8 +102,7 @@ def test_grid_columns():
 
 
 @pytest.mark.parametrize(
-    ('shape', 'mode'),
-    [((9, 7), 'L'), ((9, 7, 1), 'L'), ((9, 7, 3), 'RGB'), ((9, 7, 4), 'RGBA')],
+    ('shape', 'mode'), [((9, 7), 'L'), ((9, 7, 1), 'L'), ((9, 7, 3), 'RGB'), ((9, 7, 4), 'RGBA')]
 )
 def test_png_round_trip(tmp_path, shape, mode):
     array = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)

@@ -173,10 +173,7 @@ def test_files_beside_each_image(form, tmp_path):
         ),
         ({'labels.csv': b'file_name,label\na.png,"x'}, r'labels\.csv: not a readable CSV file'),
         ({'labels.csv': b'file_name,label\na.png,\xff'}, r'labels\.csv: not a readable CSV file'),
-        (
-            {'metadata.jsonl': b'{"file_name": "a.png", "label": 0}\n{'},
-            r'jsonl: line 2: expected',
-        ),
+        ({'metadata.jsonl': b'{"file_name": "a.png", "label": 0}\n{'}, r'jsonl: line 2: expected'),
         ({'metadata.jsonl': b'{"file_name": 3, "label": 0}'}, r'line 1: expected a path in file_n'),
         (
             {'metadata.jsonl': b'{"file_name": "a.png", "label": true}'},
@@ -184,10 +181,7 @@ def test_files_beside_each_image(form, tmp_path):
         ),
         ({'a.cls': b'1'}, r'b\.png: expected a \.cls beside it, as other images have'),
         ({'a.cls': b'1', 'b.cls': b' \n'}, r'b\.cls: expected a label.* found nothing'),
-        (
-            {'a.cls': b'1', 'b.cls': b'1', 'c.cls': b'1'},
-            r'c\.cls: the label of an image that',
-        ),
+        ({'a.cls': b'1', 'b.cls': b'1', 'c.cls': b'1'}, r'c\.cls: the label of an image that'),
     ],
 )
 def test_mistakes_in_labels_end_a_conditional_run_alone(files, message, tmp_path):

@@ -190,7 +190,5 @@ def test_an_error_names_one_field(tmp_path, changes, start):
 
 def test_digits_have_one_size_of_channels():
     fails(
-        'digits:',
-        r'digits: images have 1 channel, but model.image_channels is 4',
-        shape=(8, 8, 4),
+        'digits:', r'digits: images have 1 channel, but model.image_channels is 4', shape=(8, 8, 4)
     )

@@ -77,12 +77,7 @@ class Maker:
         if c.parallel in COMPILED:
             return COMPILED[c.parallel]
         make = lambda axis: make_train_step(  # noqa: E731
-            c,
-            self.model,
-            make_diffusion(c.diffusion),
-            self.optimizer,
-            self.kernels,
-            axis_name=axis,
+            c, self.model, make_diffusion(c.diffusion), self.optimizer, self.kernels, axis_name=axis
         )
         COMPILED[c.parallel] = self.parallel.lower(
             make, self.parallel.replicate(self.state), self.data

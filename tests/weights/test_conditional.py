@@ -14,15 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conditional_golden import (
-    CLASSES,
-    LABELS,
-    LOW_RES,
-    RESPACING,
-    SCALE,
-    prediction,
-    slope,
-)
+from conditional_golden import CLASSES, LABELS, LOW_RES, RESPACING, SCALE, prediction, slope
 from peers_golden import SIDE, T
 from support.peer_values import FIXTURES, QUICK, close, pictures, state_of
 from support.published import digest

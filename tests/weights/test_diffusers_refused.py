@@ -106,11 +106,7 @@ def test_a_learned_variance_needs_a_scheduler_that_reads_it(tmp_path: pathlib.Pa
         (UNET, {'layers_per_block': 2}, r'down_blocks\.0\.resnets\.1\.norm1\.weight: missing'),
         (SCHEDULER, {'_class_name': 'ScoreSdeVeScheduler'}, "_class_name: .*'ScoreSdeVeScheduler'"),
         (SCHEDULER, {'_class_name': 'EDMEulerScheduler'}, "_class_name: .*'EDMEulerScheduler'"),
-        (
-            SCHEDULER,
-            {'beta_schedule': 'sigmoid'},
-            "beta_schedule: expected linear or squ.*'sig",
-        ),
+        (SCHEDULER, {'beta_schedule': 'sigmoid'}, "beta_schedule: expected linear or squ.*'sig"),
         (SCHEDULER, {'beta_end': 0.03}, 'beta_end: expected 0.02 for 1000 timesteps .*found 0.03'),
         (SCHEDULER, {'trained_betas': [0.1] * 1000}, 'trained_betas: expected those of the linear'),
         (SCHEDULER, {'trained_betas': 'x'}, "trained_betas: expected those .*; found 'x'"),

@@ -17,15 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from edm_golden import LABELS, NETWORKS, SIGMAS, STEPS, augmentation, start, values_of
-from support.edm_files import (
-    Call,
-    Name,
-    persistent,
-    pickled,
-    snapshot,
-    storage,
-    with_filters,
-)
+from support.edm_files import Call, Name, persistent, pickled, snapshot, storage, with_filters
 from support.peer_values import FIXTURES, QUICK, close, pictures
 from support.published import digest
 from support.weight_cases import same

@@ -155,9 +155,7 @@ def test_bin_names_all_that_unetcu_lacks(tmp_path: pathlib.Path) -> None:
     ]
 
 
-def test_a_bin_and_its_config_name_attention_by_the_sides_in_pixels(
-    tmp_path: pathlib.Path,
-) -> None:
+def test_a_bin_and_its_config_name_attention_by_the_sides_in_pixels(tmp_path: pathlib.Path) -> None:
     """The messages give the values that the field takes, at the image size of the config."""
     larger = UNETCU_SMALL.replace(
         data={'image_size': (32, 40)}, model={'attention_resolutions': (16, 8)}

@@ -169,10 +169,7 @@ def good_metadata(**changes: Any) -> dict[str, Any]:
         ({'model': {'channel_mult': [float('inf')]}}, 'metadata jaxunet_config'),
         ({'model': {'num_classes': 10}}, 'model.num_classes: expected 0, found 10'),
         ({'model': {'num_head_channels': 24}}, 'model.num_head_channels: 24 does not divide'),
-        (
-            {'model': {'scale_shift_norm': True}},
-            r'emb_layers.1.weight: expected shape \(64, 128\)',
-        ),
+        ({'model': {'scale_shift_norm': True}}, r'emb_layers.1.weight: expected shape \(64, 128\)'),
     ],
 )
 def test_metadata(

@@ -168,11 +168,7 @@ def test_samples_of_rescaled_timesteps(improved: Any) -> None:
 
 @pytest.mark.parametrize(
     ('kind', 'fields'),
-    [
-        ('mse', {'vlb_weight': 1 / STEPS}),
-        ('rescaled_mse', {}),
-        ('kl', {'kl_loss': True}),
-    ],
+    [('mse', {'vlb_weight': 1 / STEPS}), ('rescaled_mse', {}), ('kl', {'kl_loss': True})],
 )
 def test_losses(improved: Any, kind: str, fields: dict[str, Any]) -> None:
     weights = improved[True]

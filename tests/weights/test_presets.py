@@ -101,10 +101,7 @@ def test_a_preset_has_the_config_of_ddpm_torch(name: str) -> None:
 
 @pytest.mark.parametrize(
     ('name', 'table'),
-    [
-        ('iddpm_cifar10_cosine', guided_diffusion.table),
-        ('ddpm_torch_cifar10', ddpm_torch.table),
-    ],
+    [('iddpm_cifar10_cosine', guided_diffusion.table), ('ddpm_torch_cifar10', ddpm_torch.table)],
 )
 def test_a_preset_has_the_tensors_of_its_program(name: str, table: Any) -> None:
     """Names and shapes are those of the program's own network, at full size."""
