@@ -67,9 +67,7 @@ def from_pixels(pixels: UInt[np.ndarray, '*shape']) -> Float32[np.ndarray, '*sha
     return pixels.astype(np.float32) / np.float32(np.iinfo(pixels.dtype).max / 2) - np.float32(1)
 
 
-def plain_colours(
-    pixels: UInt[np.ndarray, '*shape 4'],
-) -> UInt[np.ndarray, '*shape 4']:
+def plain_colours(pixels: UInt[np.ndarray, '*shape 4']) -> UInt[np.ndarray, '*shape 4']:
     """Divides colours by the opacity in the fourth channel; those that are hidden become black.
 
     Reading the result again gives the same pixels, where no colour exceeds the opacity.
