@@ -128,11 +128,12 @@ def _jsonl(data: bytes, where: str) -> Iterator[tuple[str, dict[str, typing.Any]
 
 
 def _csv(files: FileSet, name: str) -> Iterator[tuple[str, dict[str, typing.Any]]]:
-    """Yields the lines of a CSV file with a header."""
+    """Yields the lines of a CSV file with a header, whose columns Excel may separate otherwise."""
     where, data = f'{files.shown}: {printable(name)}', files.read(name)
     try:
         text = data.decode('utf-8-sig')
-        reader = csv.reader(io.StringIO(text, newline=''), strict=True)
+        separator = max(',', ';', '\t', key=text.partition('\n')[0].count)
+        reader = csv.reader(io.StringIO(text, newline=''), delimiter=separator, strict=True)
         header = [column.strip() for column in next(reader, [])]
         for row in reader:
             if row:

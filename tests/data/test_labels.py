@@ -79,6 +79,7 @@ def test_another_file_of_that_name_is_no_labels(tmp_path):
             '\ufeffcaption,file_name,label\r\nx,./a.png,dog\r\n"y\nz",sub/b.png,"cat, tame"',
         ),
         ('labels.csv', 'filename,kind\na.png,dog\nsub/b.png,"cat, tame"\n'),
+        ('metadata.csv', 'file_name;label\r\na.png;dog\r\nsub/b.png;cat, tame\r\n'),
         (
             'metadata.jsonl',
             '{"file_name": "a.png", "label": "dog", "text": "x"}\n\n'
