@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.samples import sample
 from support.turns import in_turn
 
 from jaxunet.config import DiffusionConfig
@@ -159,9 +160,7 @@ def test_samples_have_the_distribution_of_the_data(objective, options):
 
     predict = network('edm', gaussian) if objective == 'edm' else biased
     sampler = s.make_sampler(SamplerConfig(**options), process(objective))
-    images = jax.jit(lambda keys: s.sample(predict, keys, (16, 16, 1), sampler))(
-        s.sample_keys(0, range(64))
-    )
+    images = sample(predict, s.sample_keys(0, range(64)), (16, 16, 1), sampler)
     assert np.mean(images) == pytest.approx(0.3, abs=0.012)
     assert np.std(images) == pytest.approx(0.25, rel=0.06)
 
@@ -192,9 +191,8 @@ def test_guidance_moves_the_mean_of_a_class(objective, name):
     options = SamplerConfig(name=name, steps=steps, guidance_scale=2.5)
     sampler = s.make_sampler(options, process(objective), num_classes=2)
     labels = jnp.arange(64, dtype=jnp.int32) % 2
-    images = jax.jit(
-        lambda keys: s.sample(guided(denoise, labels, 2.5), keys, (16, 16, 1), sampler)
-    )(s.sample_keys(0, range(64)))
+    keys = s.sample_keys(0, range(64))
+    images = sample(guided(denoise, labels, 2.5), keys, (16, 16, 1), sampler)
     for label, mean in enumerate((-0.5, 0.5)):
         pixels = np.asarray(images)[label::2]
         assert pixels.mean() == pytest.approx(mean, abs=0.012)
@@ -212,9 +210,7 @@ def test_churn_adds_noise_and_keeps_the_distribution():
     raised = sampler.times[2::2] - sampler.times[1::2]
     np.testing.assert_allclose(np.exp(raised[raised > 0] / 250), 1 + 20 / 60, rtol=1e-6)
     np.testing.assert_allclose(sampler.times[1::2], plain.times[1::2])
-    images = jax.jit(lambda keys: s.sample(network('edm', gaussian), keys, (16, 16, 1), sampler))(
-        s.sample_keys(0, range(64))
-    )
+    images = sample(network('edm', gaussian), s.sample_keys(0, range(64)), (16, 16, 1), sampler)
     assert np.std(images) == pytest.approx(0.25, rel=0.05)
 
 

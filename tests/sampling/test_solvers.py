@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.diffusion import alphas
+from support.samples import sample
 from support.turns import in_turn
 
 from jaxunet.config import DiffusionConfig
@@ -227,7 +228,7 @@ def test_images_are_those_of_the_written_out_algorithms(solver, learn_sigma, cli
         return np.clip(x0, -1, 1) if clip else x0
 
     keys = s.sample_keys(0, range(2))
-    images = jax.jit(lambda: s.sample(denoise, keys, (4, 4, 3), sampler))()
+    images = sample(denoise, keys, (4, 4, 3), sampler)
     jax.effects_barrier()
     # The number of evaluations of the network is what the sampler promises.
     assert len(seen) == sampler.evaluations == (2 * steps - 1 if name == 'heun' else steps)
@@ -299,13 +300,13 @@ def test_guidance(name):
     def denoise(x, t, labels):
         return 0.1 * jnp.sin(x) + 0.05 * labels.astype(jnp.float32)[:, None, None, None]
 
-    images = s.sample(guided(denoise, labels, 3.0), keys, (4, 4, 1), sampler)
+    images = sample(guided(denoise, labels, 3.0), keys, (4, 4, 1), sampler)
 
     def by_hand(x, t):
         dropped = denoise(x, t, jnp.full_like(labels, -1))
         return dropped + 3 * (denoise(x, t, labels) - dropped)
 
-    np.testing.assert_allclose(images, s.sample(by_hand, keys, (4, 4, 1), sampler), atol=2e-5)
+    np.testing.assert_allclose(images, sample(by_hand, keys, (4, 4, 1), sampler), atol=2e-5)
     # −0.05 + 3 · 0.05 · (label + 1), beside a sine of at most 0.1.
     np.testing.assert_allclose(
         np.mean(images, axis=(1, 2, 3)), 0.1 + 0.15 * np.array([4, 0, 9]), atol=0.1
