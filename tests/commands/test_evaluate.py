@@ -10,17 +10,15 @@ import os
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 from support.commands import call
 from support.data_files import encoded, put
 from support.inception_case import random_state
+from support.untrained_features import write_untrained
 
 from jaxunet.data.images import save_images
 from jaxunet.data.unetcu_bin import header_bytes, to_values
-from jaxunet.metrics.classifier import Architecture, init, to_arrays
-from jaxunet.metrics.features import CLASSIFIER, KIND
 from jaxunet.metrics.image_sets import open_images
 from jaxunet.runtime.errors import UserError
 
@@ -171,18 +169,9 @@ def test_from_images_to_results(weights, tmp_path):
         )
 
 
-def write_classifier(path):
-    """Writes features for 16×16 images that compile at once."""
-    architecture = Architecture(16, 16, 2, 5, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-    network = to_arrays(
-        architecture, *init(architecture, jax.random.key(0)), np.ones(sum(architecture.stages)), {}
-    )
-    np.savez(path, **network, **{KIND: np.array(CLASSIFIER)})
-
-
 def test_statistics_in_place_of_images(tmp_path):
     """The second distance, of the same images, is 0, and added to the same file."""
-    write_classifier(tmp_path / 'f.npz')
+    features = write_untrained(tmp_path, side=16)
     images = enumerate(pixels(4, 1))
     real = put(tmp_path, {f'{i}.png': encoded(image) for i, image in images}, 'zip')
     np.savez(tmp_path / 'samples.npz', images=pixels(10, 0))
@@ -193,7 +182,7 @@ def test_statistics_in_place_of_images(tmp_path):
         run(
             f'--samples={samples}',
             f'--reference={reference}',
-            f'--features={tmp_path}/f.npz',
+            f'--features={features}',
             '--batch_size=4',
             f'--output={tmp_path}/out/metrics.jsonl',
             *extra,
@@ -236,14 +225,14 @@ def test_results_that_are_not_finite_are_not_written(tmp_path):
 
 
 def test_nearest_training_images(tmp_path):
-    write_classifier(tmp_path / 'f.npz')
+    features = write_untrained(tmp_path, side=16)
     training = pixels(8, 1)
     np.savez(tmp_path / 'training.npz', images=training)
     np.savez(tmp_path / 'samples.npz', images=np.concatenate([pixels(3, 0), training[4:5]]))
     out = run(
         f'--samples={tmp_path}/samples.npz',
         f'--reference={tmp_path}/training.npz',
-        f'--features={tmp_path}/f.npz',
+        f'--features={features}',
         f'--nearest={tmp_path}/out/pairs.png',
         f'--output={tmp_path}/metrics.jsonl',
         '--batch_size=8',
@@ -364,8 +353,7 @@ def test_mistakes(tmp_path):
     np.savez(samples, images=pixels(4, 0))
     good = encoded(pixels(1, 0)[0])
     bad = put(tmp_path, {'0.png': good, '1.png': good[:100]}, 'zip')
-    features = tmp_path / 'f.npz'
-    write_classifier(features)
+    features = write_untrained(tmp_path, side=16)
     files = {'=S': f'={samples}', '=B': f'={bad}', '=F': f'={features}'}
     asked = [[a[:-2] + files.get(a[-2:], a[-2:]) for a in arguments] for arguments, _ in MISTAKES]
     environment = os.environ | {
@@ -386,4 +374,4 @@ def test_mistakes(tmp_path):
     assert '--samples, --checkpoint: expected one of them, found none' in run(
         code=2, cache=tmp_path / 'cache'
     )
-    assert {p.name for p in tmp_path.iterdir()} <= {'s.npz', 'f.npz', 'images.zip', 'cache'}
+    assert {p.name for p in tmp_path.iterdir()} <= {'s.npz', 'random.npz', 'images.zip', 'cache'}
