@@ -26,13 +26,7 @@ from jaxtyping import Array, Bool, Int, Int32, Key, Real
 
 from jaxunet.config.samplers import FIRST_LEVEL, usual_levels
 from jaxunet.diffusion.levels import spaced_levels, time_of_sigma
-from jaxunet.diffusion.process import (
-    Diffusion,
-    Images,
-    Times,
-    learned_log_variance,
-    respace,
-)
+from jaxunet.diffusion.process import Diffusion, Images, Times, learned_log_variance, respace
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.classifier_guidance import Gradient, fixed_variances
 from jaxunet.sampling.evaluation import Denoiser, Evaluation, Memory, evaluate

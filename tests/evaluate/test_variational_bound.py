@@ -30,12 +30,7 @@ from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
 from jaxunet.data.sources import open_source
 from jaxunet.diffusion.process import make_diffusion, model_log_variance
-from jaxunet.evaluate.bound import (
-    Bound,
-    LikelihoodOptions,
-    measure_likelihood,
-    save_terms,
-)
+from jaxunet.evaluate.bound import Bound, LikelihoodOptions, measure_likelihood, save_terms
 from jaxunet.evaluate.variational_bound import Likelihood, Terms, check_has_bound
 from jaxunet.metrics.evaluation import Result
 from jaxunet.model.unet import UNet, build_unet
