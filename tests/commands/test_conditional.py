@@ -7,21 +7,18 @@ import signal
 import time
 import zlib
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
 from support.commands import ROOT, Fork, call
 from support.tiny import flags as tiny_flags
 from support.tiny import tiny_config
-from support.weight_cases import torch_bytes
+from support.weight_cases import random_params, torch_bytes
 
 from jaxunet.checkpoint import store as checkpoint
 from jaxunet.checkpoint.state import fresh_state
-from jaxunet.config import Config
 from jaxunet.data.classes import Classes
 from jaxunet.data.images import save_images
-from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.low_res import LowRes, read_low_res
 from jaxunet.weights import noisy_classifier, write_weights
@@ -30,21 +27,12 @@ from jaxunet.weights.torch_file import TorchFile
 CLASSES = 3
 
 
-def fresh(config: Config) -> Params:
-    """Parameters in which no last layer is zero, so that every image differs."""
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda p: (p + 0.02 * rng.standard_normal(p.shape)).astype(np.float32),
-        jax.tree.map(np.asarray, fresh_state(config).params),
-    )
-
-
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A model without classes, a classifier of its images, and two that enlarge pictures."""
     folder = tmp_path_factory.mktemp('conditional')
     config = tiny_config(model={'num_classes': 0, 'label_dropout': 0.0})
-    write_weights(folder / 'model.safetensors', fresh(config), config)
+    write_weights(folder / 'model.safetensors', random_params(config), config)
     wide = {'base_channels': 64, 'norm_groups': 32, 'num_head_channels': 64}
     rng = np.random.default_rng(1)
     state = {
@@ -53,10 +41,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     }
     (folder / 'classifier.pt').write_bytes(torch_bytes(state))
     config = tiny_config(model={'num_classes': 0, 'label_dropout': 0.0, 'low_res_size': (3, 4)})
-    write_weights(folder / 'plain_up.safetensors', fresh(config), config)
+    write_weights(folder / 'plain_up.safetensors', random_params(config), config)
     classes = {'num_classes': CLASSES, 'low_res_size': (3, 4), 'image_channels': 3}
     config = tiny_config(model=classes)
-    write_weights(folder / 'up.safetensors', fresh(config), config)
+    write_weights(folder / 'up.safetensors', random_params(config), config)
     small = rng.integers(0, 256, (3, 3, 4, 3), dtype=np.uint8)
     np.savez(folder / 'small.npz', images=small, labels=np.array([2, 0, 1]))
     np.savez(folder / 'square.npz', images=small.reshape(-1, 3, 3, 3))
@@ -108,7 +96,7 @@ def test_a_weaker_model_guides(
 ) -> None:
     config = tiny_config(model={'num_classes': 0, 'label_dropout': 0.0, 'base_channels': 64})
     weaker, guided = tmp_path / 'w.safetensors', tmp_path / 'g.npz'
-    write_weights(weaker, fresh(config), config)
+    write_weights(weaker, random_params(config), config)
     flags = (f'--guide={weaker}', '--guidance_scale=3', '--guidance_range=0.01,50')
     out = call(*command(folder, guided, *flags, '--num_samples=4'))
     assert f', guided by {weaker}: ' in out

@@ -2,14 +2,13 @@
 
 import time
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
 from support.commands import Fork, call
 from support.tiny import tiny_config
+from support.weight_cases import random_params
 
-from jaxunet.checkpoint.state import fresh_state
 from jaxunet.data.picture import read_mask, read_picture
 from jaxunet.weights import write_weights
 
@@ -19,12 +18,7 @@ def folder(tmp_path_factory):
     """A model whose every image differs, a photo of another size and a mask for it."""
     folder = tmp_path_factory.mktemp('picture')
     config = tiny_config(model={'num_classes': 0, 'label_dropout': 0.0})
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda p: (p + 0.02 * rng.standard_normal(p.shape)).astype(np.float32),
-        jax.tree.map(np.asarray, fresh_state(config).params),
-    )
-    write_weights(str(folder / 'model.safetensors'), params, config, None)
+    write_weights(folder / 'model.safetensors', random_params(config), config)
     photo = np.linspace(0, 255, 40 * 24).astype(np.uint8).reshape(24, 40)
     Image.fromarray(photo).save(folder / 'photo.png')
     Image.fromarray(255 - photo).save(folder / 'other.png')

@@ -12,15 +12,14 @@ import subprocess
 import sys
 import time
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
 from support.commands import NO_LAUNCHER, Fork, free_port
 from support.settings import QUICK
 from support.tiny import tiny_config
+from support.weight_cases import random_params
 
-from jaxunet.checkpoint.state import fresh_state
 from jaxunet.runtime import archives
 from jaxunet.runtime.command import interrupted
 from jaxunet.runtime.errors import UserError
@@ -216,13 +215,8 @@ ENVIRONMENT = NO_LAUNCHER | {'JAX_PLATFORMS': 'cpu'}
 def weights(tmp_path_factory):
     """A model whose every image differs."""
     config = tiny_config(model={'num_classes': 10, 'label_dropout': 0.1})
-    params = jax.tree.map(np.asarray, fresh_state(config).params)
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda p: (p + 0.02 * rng.standard_normal(p.shape)).astype(np.float32), params
-    )
     path = tmp_path_factory.mktemp('weights') / 'model.safetensors'
-    write_weights(str(path), params, config, None)
+    write_weights(path, random_params(config), config)
     return path
 
 

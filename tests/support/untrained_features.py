@@ -8,16 +8,18 @@ import numpy as np
 from jaxunet.metrics.classifier import Architecture, init, to_arrays
 
 
-def write_untrained(folder: pathlib.Path, scale: float = 1.0) -> pathlib.Path:
-    """Writes the file of a classifier of 8×8 images with random weights; returns its path.
+def write_untrained(folder: pathlib.Path, scale: float = 1.0, side: int = 8) -> pathlib.Path:
+    """Writes the file of a classifier with random weights; returns its path.
 
     Args:
       scale: factor of its features.
+      side: of its images, in pixels.
     """
-    architecture = Architecture(8, 8, 2, 10, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    architecture = Architecture(side, side, 2, 10, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     params, statistics = init(architecture, jax.random.key(0))
     path = folder / 'random.npz'
     training = {'reference': 'nothing', 'test_accuracy': 0.1}
-    arrays = to_arrays(architecture, params, statistics, np.full(4, scale), training)
+    scales = np.full(sum(architecture.stages), scale)
+    arrays = to_arrays(architecture, params, statistics, scales, training)
     np.savez(path, jaxunet_features=np.array('classifier'), **arrays)
     return path
