@@ -1,6 +1,7 @@
 """Fixtures of several rooms."""
 
 import pytest
+from absl import logging
 
 from jaxunet.data.source import Source
 from jaxunet.data.sources import open_source
@@ -10,6 +11,17 @@ from jaxunet.data.sources import open_source
 def source() -> Source:
     """The 8×8 digits, decoded once for each worker."""
     return open_source('digits:', image_shape=(8, 8, 1))
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lines that are logged as information or warning from here on."""
+    lines: list[str] = []
+    for level in ('info', 'warning'):
+        monkeypatch.setattr(
+            logging, level, lambda text, *values: lines.append(text % values if values else text)
+        )
+    return lines
 
 
 @pytest.fixture

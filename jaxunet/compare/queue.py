@@ -89,12 +89,7 @@ DEVICES = flags.DEFINE_integer(
     '--step_ms.',
     lower_bound=0,
 )
-SHARED_BY = flags.DEFINE_integer(
-    'shared_by',
-    1,
-    'Processes that share the GPU.',
-    lower_bound=1,
-)
+SHARED_BY = flags.DEFINE_integer('shared_by', 1, 'Processes that share the GPU.', lower_bound=1)
 SLOWDOWN = flags.DEFINE_float(
     'slowdown',
     0.0,

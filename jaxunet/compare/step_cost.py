@@ -42,12 +42,11 @@ ROUNDS = 11
 STEPS = 8  # least number of steps of a turn
 
 
-def measure(configs: dict[str, Config], steps: int | None = None, rounds: int = ROUNDS) -> rows.Row:
+def measure(configs: dict[str, Config], rounds: int = ROUNDS) -> rows.Row:
     """Times the steps of all methods.
 
     Args:
       configs: name of the method -> its config; ratios are to the first.
-      steps: steps of a turn; default: `steps_of_a_turn`.
       rounds: turns of each method.
 
     Returns:
@@ -72,7 +71,7 @@ def measure(configs: dict[str, Config], steps: int | None = None, rounds: int = 
         sides[name] = prepared.run
         units.append(prepared.unit)
         print(f'{name}: compiled', file=sys.stderr, flush=True)
-    steps = steps or steps_of_a_turn(configs.values(), units)
+    steps = steps_of_a_turn(configs.values(), units)
     for run in sides.values():
         run(steps)
     times = timing.interleave(sides, rounds=rounds, steps=steps)

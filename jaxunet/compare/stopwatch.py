@@ -5,28 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 
 class Stopwatch:
-    """Counts the seconds of each activity. At most one activity runs at a time.
+    """Counts the seconds of each activity. At most one activity runs at a time."""
 
-    Args:
-      now: returns the current time in seconds.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now, self._since = now, now()
-        self._activity = ''
+    def __init__(self) -> None:
+        self._activity, self._since = '', time.perf_counter()
         self._seconds: dict[str, float] = {}
 
     def start(self, activity: str) -> None:
         """Ends the present activity and starts another; '' = none."""
-        now = self._now()
-        if self._activity:
-            self._seconds[self._activity] = (
-                self._seconds.get(self._activity, 0.0) + now - self._since
-            )
+        now, last = time.perf_counter(), self._activity
+        if last:
+            self._seconds[last] = self._seconds.get(last, 0.0) + now - self._since
         self._activity, self._since = activity, now
 
     @contextlib.contextmanager

@@ -10,13 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxunet.compare.collected import (
-    FAILED,
-    STOPPED,
-    device_seconds,
-    read_rows,
-    read_stretches,
-)
+from jaxunet.compare.collected import FAILED, STOPPED, device_seconds, read_rows, read_stretches
 from jaxunet.compare.comparison import Comparison
 from jaxunet.compare.statistics import (
     Mean,

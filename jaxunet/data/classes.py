@@ -38,7 +38,7 @@ def check_classes(config: Config, source: Source) -> None:
                 *(len(names), path, listed(names), len(names)),
             )
         elif source.unlabelled_by:
-            logging.info('%s: no class labels, as %s', path, source.unlabelled_by)
+            logging.info('%s no class labels, as %s', heading(path), source.unlabelled_by)
         return
     if not names:
         if source.unlabelled_by:
@@ -67,9 +67,9 @@ def check_classes(config: Config, source: Source) -> None:
         raise UserError(f'model.num_classes: {wanted}, but {path} has {found} classes; {advice}')
     if len(empty):
         logging.warning(
-            '%s: no images of the classes %s: they will not be trained, but are drawn unless '
+            '%s no images of the classes %s: they will not be trained, but are drawn unless '
             '--class_labels leaves them out',
-            *(path, listed([f'{names[i]} (label {i})' for i in empty])),
+            *(heading(path), listed([f'{names[i]} (label {i})' for i in empty])),
         )
     if found < wanted:
         labels = (

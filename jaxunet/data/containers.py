@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
+from zipfile import ZIP_BZIP2, ZIP_DEFLATED, ZIP_STORED
 
 import numpy as np
 
@@ -27,8 +28,6 @@ from jaxunet.runtime.untrusted import one_line
 MAX_FILE_BYTES = 2**30  # most bytes of one image file
 # Links can lead to one folder by endlessly many paths. Limit on the paths to folders already seen.
 MAX_AGAIN = 10_000
-STORED, DEFLATED, BZIP2 = 0, 8, 12  # compression methods of .zip
-
 
 Identity = tuple[int, int]  # device and number of a folder
 
@@ -83,8 +82,9 @@ class Container(abc.ABC):
 
     def reason(self, i: int) -> str:
         """Returns why file `i` is no image; '' if it is one."""
+        name = self.names[i] if self.names else ''
         try:
-            return self.unreadable.get(i) or why_not_image(*self.start(i), self.names[i])
+            return self.unreadable.get(i) or why_not_image(*self.start(i), name)
         except BadImage as error:
             return error.reason
 
@@ -246,7 +246,7 @@ class ZipArchive(Container):
         for i, member in enumerate(members):
             if member.flag_bits & 1:
                 self.unreadable[i] = 'encrypted'
-            elif member.compress_type not in (STORED, DEFLATED, BZIP2):
+            elif member.compress_type not in (ZIP_STORED, ZIP_DEFLATED, ZIP_BZIP2):
                 self.unreadable[i] = (
                     f'compressed by method {member.compress_type} '
                     '(expected stored, deflate or bzip2)'
@@ -268,7 +268,7 @@ class ZipArchive(Container):
     def start(self, i: int) -> tuple[bytes, int]:
         """Decompresses the first bytes of member `i`; see `Container.start`."""
         size = int(self._sizes[i, 1])
-        if self._methods[i] == BZIP2:
+        if self._methods[i] == ZIP_BZIP2:
             return self.read(i)[:MAGIC_BYTES], size  # bzip2 decompresses whole blocks
         data = self._bytes(self._offset(i), min(int(self._sizes[i, 0]), 4096))
         return self._inflate(i, data, MAGIC_BYTES), size
@@ -301,9 +301,9 @@ class ZipArchive(Container):
 
     def _inflate(self, i: int, data: bytes, most: int) -> bytes:
         try:
-            if self._methods[i] == DEFLATED:
+            if self._methods[i] == ZIP_DEFLATED:
                 return zlib.decompressobj(-15).decompress(data, most)
-            if self._methods[i] == BZIP2:
+            if self._methods[i] == ZIP_BZIP2:
                 return bz2.BZ2Decompressor().decompress(data, most)
         except (zlib.error, OSError) as error:
             raise BadImage(self.describe(i), f'cannot be decompressed: {one_line(error)}') from None

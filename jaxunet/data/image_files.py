@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import shlex
@@ -28,11 +27,11 @@ from jaxunet.data.pixels import (
     size_of,
     stored_peak,
 )
-from jaxunet.data.reading import PLAIN, Reading, tell_rounding
+from jaxunet.data.reading import PLAIN, Reading, log_once, tell_rounding
 from jaxunet.data.rules import MAGIC_BYTES, bare_name, is_hidden, why_not_image
 from jaxunet.data.source import MAX_MEMORY, Source, no_labels, of_pixels, spread
 from jaxunet.data.tables import Rows
-from jaxunet.data.tar import TarReader
+from jaxunet.data.tar import TarReader, why_unreadable
 from jaxunet.data.threads import ordered_map
 from jaxunet.runtime.errors import UserError, plural, printable
 
@@ -262,12 +261,10 @@ def _image_members(
         if (place := places.pop(key, None)) is not None:
             skipped.append((printable(names[place]), REPLACED))
             names[place] = ''
-        start = b''
-        if not member.isreg() or member.sparse is not None:
-            reason = 'link' if member.islnk() or member.issym() else 'not a regular file'
-        elif member.size > MAX_FILE_BYTES:
+        start, reason = b'', why_unreadable(member)
+        if not reason and member.size > MAX_FILE_BYTES:
             reason = too_large(member.size)
-        else:
+        elif not reason:
             start = members.read(member, MAGIC_BYTES)
             reason = why_not_image(start, member.size, member.name)
         if reason:
@@ -289,18 +286,10 @@ def _image_members(
 
 
 def report_skipped(name: str, skipped: tuple[tuple[str, str], ...]) -> None:
-    """Logs one warning that counts the files left out and names the first ones.
-
-    Does so only the first time: a run opens its images once to look at them, and again to train.
-    """
+    """Logs one warning, once, that counts the files left out and names the first ones."""
     if skipped:
         count = '1 file is' if len(skipped) == 1 else f'{len(skipped)} files are'
-        _warn_once(f'{name}: {count} left out: {_listed(skipped)}')
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    logging.warning('%s', text)
+        log_once(logging.warning, f'{name}: {count} left out: {_listed(skipped)}')
 
 
 def no_images(name: str, skipped: tuple[tuple[str, str], ...]) -> UserError:

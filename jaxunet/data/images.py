@@ -67,9 +67,7 @@ def from_pixels(pixels: UInt[np.ndarray, '*shape']) -> Float32[np.ndarray, '*sha
     return pixels.astype(np.float32) / np.float32(np.iinfo(pixels.dtype).max / 2) - np.float32(1)
 
 
-def plain_colours(
-    pixels: UInt[np.ndarray, '*shape 4'],
-) -> UInt[np.ndarray, '*shape 4']:
+def plain_colours(pixels: UInt[np.ndarray, '*shape 4']) -> UInt[np.ndarray, '*shape 4']:
     """Divides colours by the opacity in the fourth channel; those that are hidden become black.
 
     Reading the result again gives the same pixels, where no colour exceeds the opacity.
@@ -141,7 +139,6 @@ def save_png(path: str | os.PathLike[str], array: Pixels) -> None:
     Raises:
       UserError: another number of channels, or the file cannot be written.
     """
-    _check_png(array)
     with _written(Path(path)) as partial:
         partial.write_bytes(_png(array))
 
@@ -269,21 +266,16 @@ def _check_pixels(images: np.ndarray) -> None:
         )
 
 
-def _check_png(array: np.ndarray) -> None:
+def _png(array: np.ndarray) -> bytes:
+    """Returns a PNG file of 8 or 16 bits."""
     if array.dtype not in (np.uint8, np.uint16) or array.ndim not in (2, 3):
         raise ValueError(
             'image: expected uint8 or uint16 of shape (height, width[, channels]), '
             f'found {array.dtype} of shape {array.shape}'
         )
-    channels = 1 if array.ndim == 2 else array.shape[2]
-    if channels != 4:
-        _check_channels('PNG', channels)
-
-
-def _png(array: np.ndarray) -> bytes:
-    """Returns a PNG file of 8 or 16 bits."""
-    _check_png(array)
     array = array[..., None] if array.ndim == 2 else array
+    if array.shape[2] != 4:
+        _check_channels('PNG', array.shape[2])
     if array.dtype == np.uint16:
         return write_png16(array)
     file = io.BytesIO()

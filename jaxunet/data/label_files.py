@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from jaxunet.data.labels import ADVICE, LABEL, FileSet, Labels, and_more, checked, numbered
 from jaxunet.data.rules import LABEL_FILES
 from jaxunet.data.source import no_labels
+from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.errors import UserError, listed, printable
 from jaxunet.runtime.untrusted import parse_json, shown
 
@@ -86,7 +87,7 @@ def _of_nvlabs(data: bytes, where: str, how: str) -> list[_Entry] | None:
                 f'{where}: {at}: {printable(pair[0])}: expected a whole number as the label, found '
                 f'{shown(pair[1])}; {ADVICE}'
             )
-        entries.append(_Entry(at, pair[0].replace('\\', '/'), pair[1]))
+        entries.append(_Entry(at, pair[0], pair[1]))
     return entries
 
 
@@ -127,11 +128,12 @@ def _jsonl(data: bytes, where: str) -> Iterator[tuple[str, dict[str, typing.Any]
 
 
 def _csv(files: FileSet, name: str) -> Iterator[tuple[str, dict[str, typing.Any]]]:
-    """Yields the lines of a CSV file with a header."""
+    """Yields the lines of a CSV file with a header, whose columns Excel may separate otherwise."""
     where, data = f'{files.shown}: {printable(name)}', files.read(name)
     try:
         text = data.decode('utf-8-sig')
-        reader = csv.reader(io.StringIO(text, newline=''), strict=True)
+        separator = max(',', ';', '\t', key=text.partition('\n')[0].count)
+        reader = csv.reader(io.StringIO(text, newline=''), delimiter=separator, strict=True)
         header = [column.strip() for column in next(reader, [])]
         for row in reader:
             if row:
@@ -147,9 +149,9 @@ def _assigned(entries: list[_Entry], folder: str, files: FileSet, where: str) ->
       UserError: an entry without an image, an image without an entry, two of one image, or an entry
         without a label.
     """
-    rows = {posixpath.normpath(name): i for i, name in enumerate(files.images)}
-    of = [rows.get(posixpath.normpath(posixpath.join(folder, e.image)), -1) for e in entries]
-    values: list[int | str | None] = [None] * len(rows)
+    rows = {_key(name): i for i, name in enumerate(files.images)}
+    of = [rows.get(_key(posixpath.join(folder, entry.image)), -1) for entry in entries]
+    values: list[int | str | None] = [None] * len(files.images)
     places: dict[int, str] = {}
     lost = [entry for entry, row in zip(entries, of, strict=True) if row < 0]
     if lost:
@@ -171,3 +173,8 @@ def _assigned(entries: list[_Entry], folder: str, files: FileSet, where: str) ->
             f'{where}: no label for {printable(without[0])}{and_more(len(without))}; {ADVICE}'
         )
     return typing.cast(list[int | str], values)
+
+
+def _key(path: str) -> str:
+    """Returns a path in one form, with the slashes and accents of any system."""
+    return class_name(posixpath.normpath(path.replace('\\', '/')))

@@ -82,7 +82,7 @@ def most_bytes(name: str) -> int:
 
 
 def numbered(
-    values: Sequence[int | str], where: str
+    values: Sequence[int | str], where: str, names: Sequence[str] | None = None
 ) -> tuple[Int[np.ndarray, ' images'], tuple[str, ...]]:
     """Returns int32 labels and the names of their classes.
 
@@ -91,15 +91,18 @@ def numbered(
 
     Args:
       where: begins the messages.
+      names: of the labels 0, 1, ... where values are numbers; None = they are not stated.
 
     Raises:
       UserError: numbers that are no labels.
     """
     if all(isinstance(v, int) or _is_number(v) for v in values):
         try:
-            return check_labels(where, len(values), np.array([int(v) for v in values]), None)
-        except OverflowError:
+            numbers = np.array([int(v) for v in values], np.int64)
+        except (OverflowError, ValueError):  # ValueError: Python reads at most 4,300 digits
             raise UserError(f'{where}: labels: found a number of more than 64 bits') from None
+        known = None if names is None else np.array(names, np.str_)
+        return check_labels(where, len(values), numbers, known)
     return by_class([class_name(str(value)) for value in values])
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import time
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -45,11 +47,8 @@ class LmdbRows(Rows):
         super().__init__(path)
         self._file = str(path / DATA if path.is_dir() else path)
         start = time.monotonic()
-        try:
-            with _environment(self._file).begin() as reader:
-                keys = list(reader.cursor().iternext(values=False))
-        except _errors() as error:
-            raise _damaged(path, error) from None
+        with _reading(self._file, path) as reader:
+            keys = list(map(bytes, reader.cursor().iternext(values=False)))
         keys = [key for key in keys if key not in NO_IMAGES]
         self._keys, self._ends = b''.join(keys), np.cumsum([0, *map(len, keys)])
         self.counts, self.files = (len(keys),), (path.name,)
@@ -84,23 +83,19 @@ class LmdbRows(Rows):
 
     def _value(self, i: int, most: int) -> tuple[bytes, int]:
         """Returns the first `most` bytes of a value, and its size."""
-        try:
-            with _environment(self._file).begin(buffers=True) as reader:
-                value = reader.get(self._key(i))
-                if value is None:
-                    raise BadImage(self.describe(i), 'has gone since the set was opened')
-                return bytes(value[:most]), len(value)
-        except _errors() as error:
-            raise _damaged(self.path, error) from None
+        with _reading(self._file, self.path) as reader:
+            value = reader.get(self._key(i))
+            if value is None:
+                raise BadImage(self.describe(i), 'has gone since the set was opened')
+            return bytes(value[:most]), len(value)
 
 
-@functools.cache
-def _environment(file: str) -> typing.Any:
-    """Opens a database; a process can open each only once.
+@contextlib.contextmanager
+def _reading(file: str, shown: Path) -> Iterator[typing.Any]:
+    """Begins a transaction, whose values are memory of the database, for the block.
 
     Raises:
-      UserError: lmdb is not installed, or the file is truncated, which would end the process when
-        it is read.
+      UserError: lmdb is not installed, or the database is damaged.
     """
     try:
         lmdb = importlib.import_module('lmdb')
@@ -109,27 +104,27 @@ def _environment(file: str) -> typing.Any:
             f'{file}: an LMDB database needs lmdb, which is not installed; '
             'pip install "jaxunet[lmdb]"'
         ) from None
-    path = Path(file)
     try:
-        environment = lmdb.open(file, subdir=False, readonly=True, lock=False, readahead=False)
-        needed = (environment.info()['last_pgno'] + 1) * environment.stat()['psize']
-    except _errors() as error:
-        raise _damaged(path, error) from None
-    if (size := path.stat().st_size) < needed:
+        with _environment(file).begin(buffers=True) as reader:
+            yield reader
+    except (lmdb.Error, OSError) as error:
+        raise UserError(
+            f'{shown}: not a readable LMDB database: {one_line(error)}; it may be truncated, copy '
+            'or download it again'
+        ) from None
+
+
+@functools.cache
+def _environment(file: str) -> typing.Any:
+    """Opens a database; a process can open each only once.
+
+    Raises:
+      OSError: the file is truncated, which would end the process when it is read.
+    """
+    lmdb = importlib.import_module('lmdb')
+    environment = lmdb.open(file, subdir=False, readonly=True, lock=False, readahead=False)
+    needed = (environment.info()['last_pgno'] + 1) * environment.stat()['psize']
+    if (size := Path(file).stat().st_size) < needed:
         environment.close()
-        raise _damaged(path, f'it has {size} bytes, expected {needed}')
+        raise OSError(f'it has {size} bytes, expected {needed}')
     return environment
-
-
-def _errors() -> tuple[type[Exception], ...]:
-    try:
-        return importlib.import_module('lmdb').Error, OSError
-    except ImportError:
-        return (OSError,)
-
-
-def _damaged(path: Path, error: object) -> UserError:
-    return UserError(
-        f'{path}: not a readable LMDB database: {one_line(error)}; it may be truncated, copy or '
-        'download it again'
-    )

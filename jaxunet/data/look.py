@@ -37,7 +37,8 @@ def log_pixels(source: Source, *, may_be_dark: bool = False) -> None:
     """
     if source.pictures is not None:
         log_pixels(source.pictures, may_be_dark=True)
-    images = [pixels for pixels in _of_some(source, _loaded(source)) if pixels is not None]
+    loaded = _of_some(source, lambda row: source.load(np.array([row])))
+    images = [pixels for pixels in loaded if pixels is not None]
     if not images:
         return
     pixels = np.concatenate(images)
@@ -71,10 +72,6 @@ def log_pixels(source: Source, *, may_be_dark: bool = False) -> None:
             *(heading(source.name), _value(source, least), _value(source, most), NARROW),
             *_suggested(source, least, most),
         )
-
-
-def _loaded(source: Source) -> Callable[[int], Batch]:
-    return lambda row: source.load(np.array([row]))
 
 
 def _of_some(source: Source, ask: Callable[[int], T]) -> list[T | None]:

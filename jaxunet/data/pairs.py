@@ -7,7 +7,6 @@ whole set shares are left out of them, such as `photos/` and `edges/` in archive
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from jaxtyping import Int
 
 from jaxunet.data.crop import Batch, Crops
 from jaxunet.data.pixels import BadImage
+from jaxunet.data.reading import log_once
 from jaxunet.data.source import LOOKED_AT, Source, Subset, spread
 from jaxunet.runtime.errors import UserError, printable
 
@@ -77,7 +77,8 @@ def pair(images: Source, pictures: Source) -> Source:
     else:
         ordered, how = Subset(pictures, _places(images.name, pictures.name, ours, theirs)), 'name'
     _check_shapes(images, ordered)
-    _tell(f'{FIELD}: {len(images):,} images of {images.name} paired by {how} with {pictures.name}')
+    sets = f'{len(images):,} images of {images.name} paired by {how} with {pictures.name}'
+    log_once(logging.info, f'{FIELD}: {sets}')
     return ordered
 
 
@@ -108,7 +109,7 @@ def _places(
             f'{_listed(lacking)}' + (f'; and {without}' if spare else '')
         )
     if spare:
-        _warn(f'{FIELD}: {pictures}: left out {without}')
+        log_once(logging.warning, f'{FIELD}: {pictures}: left out {without}')
     return np.array([places[name] for name in ours])
 
 
@@ -149,14 +150,3 @@ def _counted(names: Sequence[str], what: str) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return ', '.join(map(printable, names[:NAMED])) + ', ...' * (len(names) > NAMED)
-
-
-@functools.cache
-def _tell(text: str) -> None:
-    """Logs once, as a run opens its images several times."""
-    logging.info('%s', text)
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    logging.warning('%s', text)

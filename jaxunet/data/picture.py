@@ -10,14 +10,7 @@ from jaxtyping import Bool
 from jaxunet.data.containers import MAX_FILE_BYTES
 from jaxunet.data.crop import Pixels, Shape
 from jaxunet.data.fitting import MODES
-from jaxunet.data.pixels import (
-    BadImage,
-    check_depth,
-    decode,
-    has_holes,
-    size_of,
-    stored_peak,
-)
+from jaxunet.data.pixels import BadImage, check_depth, decode, has_holes, size_of, stored_peak
 from jaxunet.data.reading import PLAIN, Reading
 from jaxunet.data.rules import MAGIC_BYTES, why_not_image
 from jaxunet.runtime.errors import UserError

@@ -8,16 +8,12 @@ batch.
 
 from __future__ import annotations
 
-import collections
-import itertools
 import math
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
@@ -30,7 +26,7 @@ from jaxunet.config import Config
 from jaxunet.data.crop import Batch, random_crops
 from jaxunet.data.order import MAX_IMAGES, batch_indices, piecewise_indices
 from jaxunet.data.source import ArraySource, Source, of_pixels
-from jaxunet.data.threads import THREADS, ordered_map
+from jaxunet.data.threads import THREADS, Stream, ordered_map
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.interrupt import terminating
 from jaxunet.runtime.progress import progress_bar
@@ -125,59 +121,9 @@ def decoded(source: Source) -> ArraySource:
     return result
 
 
-class Stream(Iterator[HostBatch]):
-    """Batches in the order of the steps.
-
-    `next` raises UserError if an image is corrupt or a worker process died.
-
-    Args:
-      load: loads the batch of a step.
-      steps: numbers of the steps.
-      pool: threads or processes that run `load`; the stream shuts them down.
-      ahead: batches that are loaded or wait while one is asked for, that one included.
-    """
-
-    def __init__(
-        self, load: Callable[[int], HostBatch], steps: Iterable[int], pool: Executor, ahead: int
-    ) -> None:
-        self._load, self._steps, self._ahead = load, iter(steps), ahead
-        self._pool: Executor | None = pool
-        self._batches: collections.deque[Future[HostBatch]] = collections.deque()
-
-    def __next__(self) -> HostBatch:
-        if self._pool is None:
-            raise StopIteration
-        try:
-            for step in itertools.islice(self._steps, self._ahead - len(self._batches)):
-                self._batches.append(self._pool.submit(self._load, step))
-            if not self._batches:
-                raise StopIteration
-            return self._batches.popleft().result()
-        except BrokenProcessPool:
-            self.close()
-            raise UserError(
-                'data.num_workers: a worker process died (was it out of memory?); '
-                'use fewer workers, or 0, which decodes in threads'
-            ) from None
-        except BaseException:  # exhausted, a corrupt image or Ctrl-C: no batch follows
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Ends the threads or worker processes; may be called again."""
-        pool, self._pool = self._pool, None
-        self._batches.clear()
-        if pool is not None:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def stream(source: Source, config: Config, start_step: int, local_rows: slice) -> Stream:
+def stream(
+    source: Source, config: Config, start_step: int, local_rows: slice
+) -> Stream[int, HostBatch]:
     """Returns the batches of steps start_step, ..., `train.steps` − 1.
 
     Threads, or `data.num_workers` processes, decode them ahead of time.

@@ -9,12 +9,14 @@ resizes images.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import math
 import re
 import shlex
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -111,6 +113,25 @@ def open_image(file: str | Path | IO[bytes]) -> Image.Image:
     return image
 
 
+@contextlib.contextmanager
+def _opened(data: bytes, name: str) -> Iterator[Image.Image]:
+    """Opens an image file for a block that decodes it.
+
+    Raises:
+      BadImage: too large, or the block raised what is no lack of memory and no UserError.
+    """
+    try:
+        with open_image(io.BytesIO(data)) as image:
+            if image.width * image.height > MAX_PIXELS:
+                size = f'{image.width}x{image.height}'
+                raise BadImage(name, f'{size} pixels, more than the {MAX_PIXELS} accepted')
+            yield image
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # Pillow's plugins raise nearly everything on damaged files
+        raise BadImage(name, f'cannot be decoded: {one_line(error)}') from None
+
+
 def decode(
     data: bytes, name: str, shape: Shape, crop: Crop = CENTRE, reading: Reading = PLAIN
 ) -> Pixels:
@@ -128,28 +149,18 @@ def decode(
       UserError: values out of the range of the set.
     """
     height, width, channels = shape
-    try:
-        with open_image(io.BytesIO(data)) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise BadImage(
-                    name,
-                    f'{image.width}x{image.height} pixels, more than the {MAX_PIXELS} accepted',
-                )
-            if not reading.as_stored or image.mode == 'F' or _is_wide_planar(image):
-                values, opacity = _values(image, data)
-                return fit_levels(reading.levels(values, name), opacity, shape, reading, crop)
-            # Let a JPEG decoder halve the size as it decodes, as long as the part to keep stays
-            # twice as large as the target.
-            least = math.ceil(2 * max(height, width) / crop.share)
-            image.draft(None, (least, least))
-            whole = _eight_bits(_upright(image), channels, reading)
-            pixels = np.asarray(resized(whole, height, width, crop)).reshape(shape)
-            # The filter may overshoot where the opacity ends.
-            return np.minimum(pixels, pixels[..., 3:]) if reading.keeps else pixels
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:  # Pillow's plugins raise nearly everything on damaged files
-        raise BadImage(name, f'cannot be decoded: {one_line(error)}') from None
+    with _opened(data, name) as image:
+        if not reading.as_stored or image.mode == 'F' or _is_wide_planar(image):
+            values, opacity = _values(image, data)
+            return fit_levels(reading.levels(values, name), opacity, shape, reading, crop)
+        # Let a JPEG decoder halve the size as it decodes, as long as the part to keep stays twice
+        # as large as the target.
+        least = math.ceil(2 * max(height, width) / crop.share)
+        image.draft(None, (least, least))
+        whole = _eight_bits(_upright(image), channels, reading)
+        pixels = np.asarray(resized(whole, height, width, crop)).reshape(shape)
+        # The filter may overshoot where the opacity ends.
+        return np.minimum(pixels, pixels[..., 3:]) if reading.keeps else pixels
 
 
 def size_of(data: bytes, name: str) -> tuple[int, int]:
@@ -162,18 +173,13 @@ def size_of(data: bytes, name: str) -> tuple[int, int]:
     Raises:
       BadImage: corrupt or too large.
     """
-    try:
-        with open_image(io.BytesIO(data)) as image:
-            width, height = image.size
-            turned = _orientation(image) in TURNED
-            if turned and image.format == 'TIFF' and width * height <= MAX_PIXELS:
-                image.load()  # Pillow turns TIFF itself; versions differ in when its size changes
-                (width, height), turned = image.size, False
-    except Exception as error:  # Pillow raises nearly everything on damaged files
-        raise BadImage(name, f'cannot be decoded: {one_line(error)}') from None
-    if width * height > MAX_PIXELS:
-        raise BadImage(name, f'{width}x{height} pixels, more than the {MAX_PIXELS} accepted')
-    return (width, height) if turned else (height, width)
+    with _opened(data, name) as image:
+        width, height = image.size
+        turned = _orientation(image) in TURNED
+        if turned and image.format == 'TIFF':
+            image.load()  # Pillow turns TIFF itself; versions differ in when its size changes
+            (width, height), turned = image.size, False
+        return (width, height) if turned else (height, width)
 
 
 def _upright(image: Image.Image) -> Image.Image:
@@ -309,9 +315,7 @@ def stored_peak(data: bytes) -> int:
     highest value that they may have had.
     """
     try:
-        with open_image(io.BytesIO(data)) as image:
-            if image.width * image.height > MAX_PIXELS:
-                return 0
+        with _opened(data, '') as image:
             if image.mode.startswith('I'):
                 return int(np.asarray(image).max())
             tiles = image.tile  # type: ignore[attr-defined]
@@ -346,13 +350,10 @@ def has_holes(data: bytes, name: str) -> bool:
     """Returns True if an image file has pixels that are not opaque.
 
     Raises:
-      BadImage: corrupt.
+      BadImage: corrupt or too large.
     """
-    try:
-        with open_image(io.BytesIO(data)) as image:
-            if not image.has_transparency_data:
-                return False
-            opacity = _without_wide_grey(image).convert('RGBA').getchannel('A')
-            return bool(opacity.getextrema()[0] < 255)  # type: ignore[operator]
-    except Exception as error:  # Pillow raises nearly everything on damaged files
-        raise BadImage(name, f'cannot be decoded: {one_line(error)}') from None
+    with _opened(data, name) as image:
+        if not image.has_transparency_data:
+            return False
+        opacity = _without_wide_grey(image).convert('RGBA').getchannel('A')
+        return bool(opacity.getextrema()[0] < 255)  # type: ignore[operator]

@@ -8,6 +8,7 @@ their type, or for floats from 0 to 1.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -149,6 +150,12 @@ PLAIN = Reading()
 
 
 @functools.cache
+def log_once(log: Callable[..., None], text: str) -> None:
+    """Logs a text by `logging.info` or the like: a run opens its images several times."""
+    log('%s', text)
+
+
 def tell_rounding(name: str, kind: str) -> None:
     """Logs, once for a set, that its values are rounded to 8 bits."""
-    logging.warning('%s: %s values are rounded to 8 bits; data.bits=16 keeps 16', name, kind)
+    rounded = f'{name}: {kind} values are rounded to 8 bits; data.bits=16 keeps 16'
+    log_once(logging.warning, rounded)

@@ -27,8 +27,6 @@ from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.paths import expanded, is_remote, shown_path
 from jaxunet.runtime.remote import on_disk
 
-__all__ = ['Source', 'compressed_tar', 'open_images', 'open_source', 'open_unpacked_tar']
-
 DIGITS = Path(__file__).with_name('digits.npz')
 OTHER_FIELDS = (
     'data.classes: ',

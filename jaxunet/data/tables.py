@@ -17,12 +17,8 @@ import numpy as np
 
 from jaxunet.data.containers import Container
 from jaxunet.data.labels import FOLDERS, LABEL, NAMES, Labels, checked, numbered
-from jaxunet.data.npz import check_labels
 from jaxunet.data.order import Pieces
-from jaxunet.data.pixels import BadImage
-from jaxunet.data.rules import why_not_image
 from jaxunet.data.source import no_labels, spread
-from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.errors import UserError, listed, near_misses, printable
 from jaxunet.runtime.untrusted import one_line
 
@@ -54,13 +50,6 @@ class Rows(Container):
         file = int(np.searchsorted(ends, i, 'right'))
         row = i - int(ends[file]) + self.counts[file]
         return f'{self.shown}: {printable(self.files[file])}: row {row}'
-
-    def reason(self, i: int) -> str:
-        """Returns why row `i` holds no image; '' if it holds one."""
-        try:
-            return why_not_image(*self.start(i))
-        except BadImage as error:
-            return error.reason
 
     def check_images(self) -> None:
         """Raises `UserError` if there are no rows, or none of a few of them holds an image."""
@@ -251,15 +240,7 @@ def labels_of(
     try:
         raw = [value for chunk in chunks for value in _values(chunk, place)]
         values = [checked(value, f'{place}: row {row}') for row, value in enumerate(raw)]
-        if all(isinstance(value, int) for value in values):
-            names = None if columns.names is None else np.array(columns.names, np.str_)
-            try:
-                array = np.array(values, np.int64)
-            except OverflowError:
-                raise UserError(f'{place}: found a number of more than 64 bits') from None
-            numbers, classes = check_labels(place, len(values), array, names)
-        else:
-            numbers, classes = numbered([class_name(str(value)) for value in values], place)
+        numbers, classes = numbered(values, place, columns.names)
     except UserError as error:
         if how:
             raise

@@ -290,6 +290,13 @@ class _Forward:
         return data
 
 
+def why_unreadable(member: tarfile.TarInfo) -> str:
+    """Returns why a member that is no folder has no content of its own; '' if it has."""
+    if member.isreg() and member.sparse is None:
+        return ''
+    return 'link' if member.islnk() or member.issym() else 'not a regular file'
+
+
 class TarArchive(Spans):
     """A plain .tar.
 
@@ -317,10 +324,8 @@ class TarArchive(Spans):
             for member in members:
                 if member.isdir():
                     continue
-                why = ''
-                if not member.isreg() or member.sparse is not None:
-                    why = 'link' if member.islnk() or member.issym() else 'not a regular file'
-                elif member.offset_data + member.size > size:
+                why = why_unreadable(member)
+                if not why and member.offset_data + member.size > size:
                     raise UserError(
                         f'{self.shown}: truncated in {printable(member.name)}: the file ends at '
                         f'byte {size}, expected {member.offset_data + member.size}; '

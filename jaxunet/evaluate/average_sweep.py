@@ -86,12 +86,7 @@ def measure_averages(
     for ema, (params, note) in zip(averages, weights, strict=True):
         results = evaluator.measure(params)
         width = width_of(config, ema)
-        named: Row = {
-            'checkpoint': path,
-            'ema': ema or first_rate,
-            'width': width,
-            'weights': note,
-        }
+        named: Row = {'checkpoint': path, 'ema': ema or first_rate, 'width': width, 'weights': note}
         rows = [named | evaluator.row(result, step, seconds) for result in results]
         yield AverageMetrics(ema or first_rate, width, note, results, rows)
 

@@ -8,6 +8,7 @@ these features are no FID: that is defined by Inception's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -83,9 +84,7 @@ def features(
 ) -> Float[Array, 'images 1280']:
     """Returns the means over the last maps, before the class scores, of RGB images of any size."""
 
-    def layer(conv: str, norm: str, x: Maps, stride: int = 1) -> Array:
-        return _convolution(params, conv, norm, x, stride)
-
+    layer = functools.partial(_convolution, params)
     x = _relu6(layer(STEM, '_bn0', prepare(images), 2))
     for name, _, stride, before, expanded, channels in blocks():
         y = x
@@ -106,7 +105,7 @@ def prepare(
     return (jax.image.resize(x, shape, 'bilinear', precision=PRECISION) - 127) / 128
 
 
-def _convolution(params: Parameters, conv: str, norm: str, x: Maps, stride: int) -> Array:
+def _convolution(params: Parameters, conv: str, norm: str, x: Maps, stride: int = 1) -> Array:
     """Returns a convolution, padded as TensorFlow's SAME, and its batch normalization."""
     kernel = params[f'{conv}.weight']
     x = lax.conv_general_dilated(

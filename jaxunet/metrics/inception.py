@@ -49,13 +49,6 @@ class Conv(NamedTuple):
 Layer = Callable[[str, Array, Conv], Array]  # (name, maps, convolution) -> maps
 
 
-def features(
-    params: Parameters, images: UInt8[Array, 'images height width 3']
-) -> Float[Array, 'images 2048']:
-    """Returns the pool3 features of RGB images of any size, float32."""
-    return pool3(params, prepare(images))
-
-
 def pool3_and_spatial(
     params: Parameters, x: Float[Array, 'images 299 299 3']
 ) -> Float[Array, 'images 4071']:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxunet.metrics.pairwise import BLOCK, Pairs, fold_pairs
+from jaxunet.metrics.pairwise import BLOCK, Fold, Pairs, fold_pairs
 from jaxunet.runtime.errors import UserError
 
 SUBSETS = 100
@@ -87,14 +87,13 @@ def squared_mmd(a: Features, b: Float[np.ndarray, 'm d'], *, block: int = BLOCK)
     n, m = len(a), len(b)
     # Scale by 1/√d each, so that the inner product is x·y/d.
     a, b = (x.astype(np.float32) / np.float32(np.sqrt(x.shape[1])) for x in (a, b))
-    within_a = fold_pairs(_add_others, _zeros, a, a, block=block).sum(dtype=np.float64) / (
-        n * (n - 1)
-    )
-    within_b = fold_pairs(_add_others, _zeros, b, b, block=block).sum(dtype=np.float64) / (
-        m * (m - 1)
-    )
-    between = fold_pairs(_add, _zeros, a, b, block=block).sum(dtype=np.float64) / (n * m)
-    return float(within_a + within_b - 2 * between)
+
+    def mean(add: Fold, x: Features, y: Float[np.ndarray, 'm d'], pairs: int) -> float:
+        return fold_pairs(add, _zeros, x, y, block=block).sum(dtype=np.float64) / pairs
+
+    within_a = mean(_add_others, a, a, n * (n - 1))
+    within_b = mean(_add_others, b, b, m * (m - 1))
+    return float(within_a + within_b - 2 * mean(_add, a, b, n * m))
 
 
 def _zeros(rows: int) -> Array:

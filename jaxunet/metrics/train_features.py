@@ -36,9 +36,7 @@ REFERENCE = flags.DEFINE_string(
     'reference', None, 'Images with classes, as for data.path, all of one size.', required=True
 )
 TEST = flags.DEFINE_string(
-    'test',
-    None,
-    'Test images of the same classes; default: a tenth of the reference, held out.',
+    'test', None, 'Test images of the same classes; default: a tenth of the reference, held out.'
 )
 OUTPUT = flags.DEFINE_string('output', None, 'The file to write, .npz.', required=True)
 EPOCHS = flags.DEFINE_integer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, ClassVar, Generic, TypeVar
 
 Result = TypeVar('Result')
@@ -24,14 +25,13 @@ class Background(Generic[Result]):
     _all_running: ClassVar[set[Background[Any]]] = set()
 
     def __init__(self, function: Callable[[], Result]) -> None:
-        self._results: list[Result] = []
-        self._errors: list[BaseException] = []
+        self._future = Future[Result]()
 
         def call() -> None:
             try:
-                self._results.append(function())
+                self._future.set_result(function())
             except BaseException as error:  # raised again by `result`
-                self._errors.append(error)
+                self._future.set_exception(error)
             finally:
                 self._all_running.discard(self)
 
@@ -69,9 +69,7 @@ class Background(Generic[Result]):
         Raises whatever the function raised.
         """
         self._thread.join()
-        if self._errors:
-            raise self._errors[0]
-        return self._results[0]
+        return self._future.result()
 
 
 @atexit.register

@@ -11,11 +11,6 @@ from absl import logging
 from jaxunet.runtime.errors import UserError
 
 BIND_VARIABLE = 'JAX_COORDINATOR_BIND_ADDRESS'  # read by JAX, too
-NOT_LISTENING = (
-    'process 0 cannot listen at {address}: another program does, or this is no address of its '
-    'machine. Choose another --coordinator, or JAX_COORDINATOR_PORT with a launcher, or set '
-    f'{BIND_VARIABLE}=HOST:PORT.'
-)
 
 
 def check_by_hand(coordinator: str, processes: int, process: int) -> None:
@@ -67,7 +62,11 @@ def check_listens(address: str) -> None:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             server.bind(where)
     except (OSError, ValueError):
-        raise UserError(NOT_LISTENING.format(address=address)) from None
+        raise UserError(
+            f'process 0 cannot listen at {address}: another program does, or this is no address of '
+            'its machine. Choose another --coordinator, or JAX_COORDINATOR_PORT with a launcher, '
+            f'or set {BIND_VARIABLE}=HOST:PORT.'
+        ) from None
 
 
 def shares_gpu(error: BaseException) -> bool:

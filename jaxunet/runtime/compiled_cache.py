@@ -44,11 +44,11 @@ def enable_compilation_cache() -> None:
         folder = expanded(os.environ.get('JAX_COMPILATION_CACHE_DIR') or str(cache_dir() / 'xla'))
         if '://' not in folder:
             pathlib.Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        usable = '://' in folder or ownership.usable(folder)
     except (UserError, OSError) as error:
         logging.warning('compiled programs are not kept: %s', error)
-        jax.config.update('jax_enable_compilation_cache', False)
-        return
-    if '://' not in folder and not ownership.usable(folder):
+        usable = False
+    if not usable:
         jax.config.update('jax_enable_compilation_cache', False)
         return
     jax.config.update('jax_compilation_cache_dir', folder)
@@ -129,9 +129,8 @@ def key(
         },
         fingerprint.sources(),
     ]
-    return hashlib.sha256(json.dumps(made_from, sort_keys=True, default=str).encode()).hexdigest()[
-        :32
-    ]
+    text = json.dumps(made_from, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def load(

@@ -42,8 +42,8 @@ from jaxunet.runtime.launchers import (
     detect,
     lone_task,
 )
-from jaxunet.runtime.no_device import is_no_device, no_device_error
-from jaxunet.runtime.out_of_memory import is_out_of_memory, out_of_memory_error
+from jaxunet.runtime.no_device import needs_device
+from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.untrusted import one_line
 
 # Process 0 waits this long before it exits with an error, because its exit makes JAX abort the
@@ -99,16 +99,13 @@ def joined(start: Start) -> Iterator[None]:
         yield
         return
     try:
-        with explained():
-            yield
-        jax.distributed.shutdown()  # waits for the others
+        with memory_for('this process', 'lower its batch size'), needs_device():
+            with explained():
+                yield
+            jax.distributed.shutdown()  # waits for the others
         _AbortMessage.disarm()
     except BaseException as error:
-        if is_out_of_memory(error):
-            error = out_of_memory_error(error, 'this process', 'lower its batch size')
-        elif is_no_device(error):
-            error = no_device_error(error)
-        elif shares_gpu(error):
+        if shares_gpu(error):
             error = shared_gpu_error()
         if isinstance(error, UserError):
             print(f'error: {error}', file=sys.stderr)

@@ -57,12 +57,13 @@ def cached(
     if _is_whole(target, expected, replace_damaged):
         return target
     try:
-        _download(url, target, expected)
-    except _WrongChecksum as error:
-        raise UserError(
-            f'{url}: {expected.label} {error}, expected {expected}; '
-            f'the download was damaged, try again, or {help_text}'
-        ) from None
+        with replacing(target) as partial:
+            _fetch(url, partial, name)
+            if not (found := digest(partial, algorithm)).startswith(checksum):
+                raise UserError(
+                    f'{url}: {expected.label} {found}, expected {expected}; '
+                    f'the download was damaged, try again, or {help_text}'
+                )
     except (
         urllib.error.URLError,
         http.client.HTTPException,
@@ -117,18 +118,6 @@ def _is_whole(target: Path, expected: _Checksum, replace_damaged: bool) -> bool:
         '%s is damaged (its %s is not %s); downloading it again', target, expected.label, expected
     )
     return False
-
-
-class _WrongChecksum(Exception):
-    """The checksum of a downloaded file that is not the expected one."""
-
-
-def _download(url: str, target: Path, expected: _Checksum) -> None:
-    """Downloads to a temporary file, and renames it to `target` if its checksum is right."""
-    with replacing(target) as partial:
-        _fetch(url, partial, target.name)
-        if not (found := digest(partial, expected.algorithm)).startswith(expected.digits):
-            raise _WrongChecksum(found)
 
 
 def _fetch(url: str, target: Path, name: str) -> None:

@@ -127,7 +127,7 @@ def all_devices(method: str, environ: Mapping[str, str]) -> bool:
         mpi = importlib.import_module('mpi4py.MPI')
         here = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED).Get_size()
     visible = environ.get('CUDA_VISIBLE_DEVICES')
-    own = 'SLURM_GPUS_PER_TASK' in environ if method == 'slurm' else False
+    own = method == 'slurm' and 'SLURM_GPUS_PER_TASK' in environ
     return here == 1 or own or (visible is not None and len(visible.split(',')) < here)
 
 

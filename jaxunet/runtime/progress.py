@@ -13,8 +13,6 @@ from typing import Any
 from tqdm import tqdm
 
 LOG_SECONDS = 30.0  # between two lines of a bar in a log file
-
-
 NOTEBOOK_SECONDS = 0.5  # between two redraws of a bar of text in a notebook
 _hidden = contextvars.ContextVar('bars are hidden', default=False)
 

@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import platform
-import shutil
 import subprocess
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -149,8 +148,6 @@ def latest(
 
 def _output(program: str, *arguments: str) -> str | None:
     """Returns the program's output, stripped; None if the program is missing or fails."""
-    if shutil.which(program) is None:
-        return None
     try:
         done = subprocess.run(
             [program, *arguments], capture_output=True, text=True, timeout=30, check=True

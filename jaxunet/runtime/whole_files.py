@@ -28,7 +28,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
       OSError: the folder cannot be created, or the name cannot be taken.
     """
     target = pathlib.Path(path)
-    partial = target.with_name(f'.{target.name}.{platform.node()}.{os.getpid()}.partial')
+    partial = target.with_name(f'.{target.name}.{machine()}.{os.getpid()}.partial')
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_left(target.parent)
     try:
@@ -40,11 +40,18 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
 def remove_left(folder: pathlib.Path) -> None:
     """Removes temporary paths that processes of this machine left in a folder when killed."""
-    left = re.compile(rf'\..+\.{re.escape(platform.node())}\.(\d{{1,9}})\.partial')
+    left = re.compile(rf'\..+\.{re.escape(machine())}\.(\d{{1,9}})\.partial')
     with contextlib.suppress(OSError):  # there is no folder, or it may not be listed
         for name in os.listdir(folder):
             if (match := left.fullmatch(name)) and not _runs(int(match[1])):
                 _remove(folder / name)
+
+
+def machine() -> str:
+    """Names the processes that share numbers with this one, unlike those of other containers."""
+    with contextlib.suppress(OSError):  # not on Linux
+        return f'{platform.node()}.{os.stat("/proc/self/ns/pid").st_ino}'
+    return platform.node()
 
 
 def _runs(process: int) -> bool:

@@ -14,14 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float64, Int
 
 from jaxunet.config import to_dict
-from jaxunet.diffusion.process import (
-    Diffusion,
-    Images,
-    Steps,
-    at_timestep,
-    noise_at,
-    respace,
-)
+from jaxunet.diffusion.process import Diffusion, Images, Steps, at_timestep, noise_at, respace
 from jaxunet.model.noisy_classifier import NoisyClassifier, log_probability
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.solvers import Coefficients

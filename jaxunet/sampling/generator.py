@@ -378,12 +378,7 @@ def _constants(of: Sampler | Schedule | None) -> object:
     """
     if of is None:
         return None
-    fields = {field.name: getattr(of, field.name) for field in dataclasses.fields(of)}
+    fields = dataclasses.asdict(of)
     if isinstance(of, Schedule):
         fields |= {'sampler': None, 'picture': of.picture.redraw is None}
-    return {
-        name: dataclasses.asdict(value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type)
-        else value
-        for name, value in fields.items()
-    }
+    return fields

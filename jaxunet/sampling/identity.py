@@ -76,11 +76,7 @@ def identity(
     for name in LATER_OPTIONS:
         if sampler[name] is None:
             del sampler[name]
-    sections = {
-        'model': model,
-        'diffusion': process_fields(config.diffusion),
-        'sampler': sampler,
-    }
+    sections = {'model': model, 'diffusion': process_fields(config.diffusion), 'sampler': sampler}
     if config.data.bits != 8:
         more['bits'] = config.data.bits
     if config.data.background == 'keep':

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -163,17 +162,8 @@ class Parts:
         """
         if self.exists():
             return
-        partial = self.folder / f'{IDENTITY}.{uuid.uuid4().hex}.partial'
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+        with written(self.folder / IDENTITY) as partial:
             partial.write_text(json.dumps(self.identity, indent=1), encoding='utf-8')
-            partial.replace(self.folder / IDENTITY)
-        except OSError as error:
-            reason = error.strerror or error
-            raise UserError(
-                f'{self.folder}: cannot be written: {reason}; '
-                'check the folder, its permissions and the free space'
-            ) from error
 
     def _path(self, first: int, end: int) -> Path:
         return self.folder / f'{first:06d}-{end:06d}.npz'

@@ -1,10 +1,9 @@
 """Samplers: pure functions of a denoiser, in float32.
 
 A `Sampler` holds the constants of one sampling run, one row per evaluation of the network;
-`jaxunet.sampling.solvers` computes them. `sample` runs all evaluations in one scan. `run` runs any
-range of them, so that one compiled function can report progress. The noise of sample i depends only
-on its key, which is a function of (seed, i), and on the evaluation's number, not on the batch size
-or the number of devices.
+`jaxunet.sampling.solvers` computes them. `run` runs any range of them, so that one compiled
+function can report progress. The noise of sample i depends only on its key, which is a function of
+(seed, i), and on the evaluation's number, not on the batch size or the number of devices.
 
 Sources: those of `jaxunet.sampling.solvers`; learned variance, Nichol & Dhariwal 2021, arXiv
 2102.09672.
@@ -27,13 +26,7 @@ from jaxtyping import Array, Bool, Int, Int32, Key, Real
 
 from jaxunet.config.samplers import FIRST_LEVEL, usual_levels
 from jaxunet.diffusion.levels import spaced_levels, time_of_sigma
-from jaxunet.diffusion.process import (
-    Diffusion,
-    Images,
-    Times,
-    learned_log_variance,
-    respace,
-)
+from jaxunet.diffusion.process import Diffusion, Images, Times, learned_log_variance, respace
 from jaxunet.runtime.errors import UserError
 from jaxunet.sampling.classifier_guidance import Gradient, fixed_variances
 from jaxunet.sampling.evaluation import Denoiser, Evaluation, Memory, evaluate
@@ -347,8 +340,7 @@ def run(
 ) -> State:
     """Runs evaluations start..stop−1 as one loop, whose bounds may be traced.
 
-    Running 0..m−1 and then m..E−1 equals running 0..E−1. Running all from `initial_state` equals
-    `sample`.
+    Running 0..m−1 and then m..E−1 equals running 0..E−1.
 
     Args:
       denoise: the network, possibly guided.
@@ -379,22 +371,3 @@ def run(
         return state if after is None else state._replace(x=after(state.x, k))
 
     return jax.lax.fori_loop(*bounds, body, state)
-
-
-def sample(
-    denoise: Denoiser, keys: Keys, image_shape: tuple[int, int, int], sampler: Sampler
-) -> Images:
-    """Draws float32 images of shape (batch, *image_shape), about [−1, 1], as one scan.
-
-    Args:
-      denoise: the network, possibly guided.
-      keys: one typed key per sample.
-      image_shape: (height, width, channels).
-      sampler: the constants.
-    """
-
-    def body(state: State, k: Int[Array, '']) -> tuple[State, None]:
-        return _step(denoise, state, keys, sampler, k), None
-
-    initial = initial_state(keys, image_shape, sampler)
-    return jax.lax.scan(body, initial, jnp.arange(sampler.evaluations, dtype=jnp.int32))[0].x

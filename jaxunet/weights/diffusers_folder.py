@@ -15,7 +15,7 @@ import contextlib
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +39,7 @@ from jaxunet.weights.names import Shape
 from jaxunet.weights.own_metadata import METADATA, load_metadata
 from jaxunet.weights.safetensors_file import SafetensorsFile
 from jaxunet.weights.state_dicts import Given, Weights, read_state
+from jaxunet.weights.torch_checkpoint import takes_averages
 from jaxunet.weights.torch_file import TorchFile
 
 INDEX, CONFIG = 'model_index.json', 'config.json'
@@ -59,17 +60,6 @@ OLD_NAME = re.compile(rf'(?<=attentions\.\d\.)({"|".join(OLD_NAMES)})(?=\.)')
 def is_folder(path: pathlib.Path) -> bool:
     """Returns True if a path is a folder with a pipeline or a network of diffusers."""
     return (path / INDEX).is_file() or any((path / unet / CONFIG).is_file() for unet in UNETS)
-
-
-class _Unet(NamedTuple):
-    """A folder with a network.
-
-    Fields:
-      note: says which weights these are, if there are several.
-    """
-
-    folder: pathlib.Path
-    note: str = ''
 
 
 class _State:
@@ -144,21 +134,17 @@ def read(path: str, given: Given, ema: str) -> Weights:
       UserError: a model that is not of pixels or not unconditional or class-conditional, an option
         that our network or process does not have, damaged or missing files.
     """
-    _check_components(pathlib.Path(path))
-    unet = _chosen(pathlib.Path(path), ema)
-    source = unet.folder / CONFIG
-    values = read_json(source, advice=ADVICE)
-    _check_class(values, str(source))
+    unet, note, values = _described(pathlib.Path(path), ema)
     with contextlib.ExitStack() as stack:
-        files = [_open(file, stack) for file in _weight_files(unet.folder)]
-        state = _State(path, files, unet.note)
+        files = [_open(file, stack) for file in _weight_files(unet)]
+        state = _State(path, files, note)
         own = load_metadata(path, state.metadata).config
         if own is not None:
             _check_same(unet_config(own), values, path, free=('sample_size', 'dropout'))
             state.fit(own)
             classes = own.model.num_classes or None
             values |= {'time_embedding_type': POSITIONAL, 'num_class_embeds': classes}
-        inferred = _with_process(infer(values, str(source)), unet.folder, own, path)
+        inferred = _with_process(infer(values, str(unet / CONFIG)), unet, own, path)
         return read_state(state, given, inferred)
 
 
@@ -168,17 +154,22 @@ def stated_config_of(path: str) -> Config | None:
     Raises:
       UserError: as `read`.
     """
-    _check_components(pathlib.Path(path))
-    unet = _chosen(pathlib.Path(path), '')
-    source = unet.folder / CONFIG
-    values = read_json(source, advice=ADVICE)
-    _check_class(values, str(source))
+    unet, _, values = _described(pathlib.Path(path), '')
     with contextlib.ExitStack() as stack:
-        own = load_metadata(path, _open(_weight_files(unet.folder)[0], stack).metadata).config
+        own = load_metadata(path, _open(_weight_files(unet)[0], stack).metadata).config
     if own is not None:
         return own
-    inferred = _with_process(infer(values, str(source)), unet.folder, None, path)
+    inferred = _with_process(infer(values, str(unet / CONFIG)), unet, None, path)
     return stated_config(inferred, path, {}).config if states_all(inferred) else None
+
+
+def _described(path: pathlib.Path, ema: str) -> tuple[pathlib.Path, str, dict[str, Any]]:
+    """Returns the folder of the network, which weights these are, and the network's JSON."""
+    _check_components(path)
+    unet, note = _chosen(path, ema)
+    values = read_json(unet / CONFIG, advice=ADVICE)
+    _check_class(values, str(unet / CONFIG))
+    return unet, note, values
 
 
 def _with_process(
@@ -223,8 +214,8 @@ def _check_components(folder: pathlib.Path) -> None:
         )
 
 
-def _chosen(folder: pathlib.Path, ema: str) -> _Unet:
-    """Returns the folder of the network.
+def _chosen(folder: pathlib.Path, ema: str) -> tuple[pathlib.Path, str]:
+    """Returns the folder of the network, and which weights these are if there are several.
 
     Raises:
       UserError: `ema` names weights that are not there, or there is no network.
@@ -238,17 +229,11 @@ def _chosen(folder: pathlib.Path, ema: str) -> _Unet:
     if AVERAGES not in there:
         if ema:
             raise UserError(f'--ema: {folder} holds one set of weights; leave the flag out')
-        return _Unet(folder / there[0])
+        return folder / there[0], ''
     decay = read_json(folder / AVERAGES / CONFIG, advice=ADVICE).get('decay')
-    rate = f'{decay}' if isinstance(decay, float) else ''
-    if ema == 'none' and UNET in there:
-        return _Unet(folder / UNET, f'its weights {UNET}/ (not the averages {AVERAGES}/)')
-    if ema and ema != rate:
-        allowed = ' or '.join([*[rate] * bool(rate), *['none'] * (UNET in there)])
-        raise UserError(f'--ema: {folder}: expected {allowed or "no value"}, found {ema!r}')
-    note = f'its averages {AVERAGES}/' + (f' of rate {rate}' if rate else '')
-    note += f' (--ema=none takes {UNET}/)' if UNET in there else ''
-    return _Unet(folder / AVERAGES, note)
+    plain = f'{UNET}/' if UNET in there else ''
+    averaged, note = takes_averages(ema, decay, plain, f'{AVERAGES}/', folder)
+    return folder / (AVERAGES if averaged else UNET), note
 
 
 def _check_class(values: Mapping[str, Any], source: str) -> None:

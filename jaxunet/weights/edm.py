@@ -182,11 +182,7 @@ def _side(tensors: Shapes) -> int:
     for name in tensors.by_name:
         if match := re.fullmatch(r'enc\.([0-9]{1,5})x\1_conv\.weight', name):
             return int(match[1])
-    some = ', '.join(list(tensors.by_name)[:3])
-    raise UserError(
-        f'{tensors.source}: enc.SIDExSIDE_conv.weight is missing: this is not a network with '
-        f"{PROGRAM}'s names (found {len(tensors)} tensors: {some}, ...)"
-    )
+    raise tensors.missing('enc.SIDExSIDE_conv.weight')
 
 
 def _encoder(side: int, level: int) -> str:

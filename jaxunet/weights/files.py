@@ -27,13 +27,7 @@ from jaxunet.weights.names import Tree, check_tree, from_tree, without_augmentat
 from jaxunet.weights.noisy_classifier import Classifier
 from jaxunet.weights.own_metadata import METADATA, dump_metadata, load_metadata
 from jaxunet.weights.safetensors_file import SafetensorsFile, write_safetensors
-from jaxunet.weights.state_dicts import (
-    MOMENTS,
-    Given,
-    Weights,
-    check_second_moments,
-    read_state,
-)
+from jaxunet.weights.state_dicts import MOMENTS, Given, Weights, check_second_moments, read_state
 from jaxunet.weights.torch_file import TorchFile, write_torch
 
 WRITTEN = ('.bin', '.pt', '.safetensors')

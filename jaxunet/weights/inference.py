@@ -82,15 +82,19 @@ class Shapes:
     def get(self, name: str, rank: int) -> Shape:
         """Returns a tensor's shape. Raises UserError: it is missing or has another rank."""
         if name not in self.by_name:
-            some = ', '.join(list(self.by_name)[:3])
-            raise UserError(
-                f"{self.source}: {name} is missing: this is not a UNet with {self.program}'s "
-                f'names (found {len(self)} tensors: {some}, ...)'
-            )
+            raise self.missing(name)
         shape = self.by_name[name]
         if len(shape) != rank:
             raise UserError(f'{self.source}: {name}: expected {rank} axes, found shape {shape}')
         return shape
+
+    def missing(self, name: str) -> UserError:
+        """Returns the error for a tensor that is not there."""
+        some = ', '.join(list(self.by_name)[:3])
+        return UserError(
+            f"{self.source}: {name} is missing: this is not a UNet with {self.program}'s "
+            f'names (found {len(self)} tensors: {some}, ...)'
+        )
 
     def base_channels(self, name: str) -> int:
         """Returns the base channels, from the weight of the first layer of the time embedding."""
@@ -264,17 +268,10 @@ def check_against_shapes(config: Config, inferred: Inferred, source: str) -> Non
     names = ('image_channels', 'base_channels', 'num_res_blocks', 'num_classes', 'channel_mult')
     expected = {f'model.{name}': fields[name] for name in names}
     found = {f'model.{name}': getattr(model, name) for name in names}
-    # Different fractions may give the same widths.
-    if (
-        len(model.channel_mult) == len(fields['channel_mult'])
-        and model.base_channels == fields['base_channels']
-    ):
-        expected['model.channel_mult'] = [
-            int(mult * model.base_channels) for mult in fields['channel_mult']
-        ]
-        found['model.channel_mult'] = [
-            int(mult * model.base_channels) for mult in model.channel_mult
-        ]
+    if model.base_channels == fields['base_channels']:  # other fractions may give the same widths
+        for values in (expected, found):
+            mult: tuple[float, ...] = values['model.channel_mult']
+            values['model.channel_mult'] = [int(m * model.base_channels) for m in mult]
     if problems := differences(expected, found):
         raise UserError(f'{source}: not the network of the tensors beside it:{itemized(problems)}')
     try:

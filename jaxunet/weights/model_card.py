@@ -118,19 +118,16 @@ def pipeline_of(config: Config) -> str:
 
 def _pipeline(config: Config) -> str:
     """Returns the code that draws from a model whose pipeline takes its classes."""
-    if config.diffusion.objective == 'consistency':
-        chosen = ', class_labels=0' if config.model.num_classes else ''
-        return (
-            'from diffusers import ConsistencyModelPipeline\n\n'
-            f"pipeline = ConsistencyModelPipeline.from_pretrained('{FOLDER}')\n"
-            f'image = pipeline(num_inference_steps=2{chosen}).images[0]'
-        )
     if config.diffusion.continuous or config.diffusion.learn_sigma:
-        steps = 'num_inference_steps=50' if config.diffusion.continuous else ''
+        kind, options = pipeline_of(config), ''
+        if config.diffusion.objective == 'consistency':
+            options = 'num_inference_steps=2' + ', class_labels=0' * bool(config.model.num_classes)
+        elif config.diffusion.continuous:
+            options = 'num_inference_steps=50'
         return (
-            'from diffusers import DDPMPipeline\n\n'
-            f"pipeline = DDPMPipeline.from_pretrained('{FOLDER}')\n"
-            f'image = pipeline({steps}).images[0]'
+            f'from diffusers import {kind}\n\n'
+            f"pipeline = {kind}.from_pretrained('{FOLDER}')\n"
+            f'image = pipeline({options}).images[0]'
         )
     return (
         'from diffusers import DDIMPipeline, DDPMPipeline\n\n'

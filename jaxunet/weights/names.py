@@ -172,9 +172,7 @@ def adm_modules(config: Config) -> Iterator[Module]:
 
 
 def entries(
-    config: Config,
-    names: BlockNames,
-    modules: Callable[[Config], Iterator[Module]] = adm_modules,
+    config: Config, names: BlockNames, modules: Callable[[Config], Iterator[Module]] = adm_modules
 ) -> list[Entry]:
     """Returns every parameter of a config's UNet, in the order of the file.
 

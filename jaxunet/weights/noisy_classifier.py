@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, NoReturn
 
 import jax.numpy as jnp
-import numpy as np
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.config.schema import Fields
@@ -78,13 +77,10 @@ def read(state: TorchFile | SafetensorsFile, like: Config) -> Classifier:
     rows = table(config, classes)
     advice = f"expected {PROGRAM}'s names and shapes of a classifier of {side}x{side} images"
     check_shapes(shapes, {row.name: row.shape for row in rows}, path, advice)
-
-    def tensor(name: str) -> np.ndarray:
-        return state.read(names[name])
-
+    params = to_tree(lambda name: state.read(names[name]), rows, interleaved=True)
     total = sum(math.prod(shape) for shape in shapes.values())
     note = f'classifier of {classes} classes, {total:,} parameters'
-    return Classifier(config, classes, to_tree(tensor, rows, interleaved=True), note)
+    return Classifier(config, classes, params, note)
 
 
 def table(config: Config, classes: int) -> list[Entry]:

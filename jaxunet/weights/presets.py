@@ -56,12 +56,7 @@ NCSNPP_MODEL = DDPMPP_MODEL | {
 IMAGENET = {'num_classes': 1000}
 EDM = {'objective': 'edm', 'edm_time_scale': 1.0}
 ADM_LINEAR = {'learn_sigma': True}
-IDDPM_COSINE = {
-    'learn_sigma': True,
-    'steps': 4000,
-    'schedule': 'cosine',
-    'rescale_timesteps': True,
-}
+IDDPM_COSINE = {'learn_sigma': True, 'steps': 4000, 'schedule': 'cosine', 'rescale_timesteps': True}
 
 
 class Preset(NamedTuple):

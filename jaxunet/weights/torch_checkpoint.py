@@ -49,16 +49,33 @@ def choose(tree: dict[Any, Any], ema: str, source: str, *, trained: bool = False
             raise UserError(f'--ema: {source} holds one set of weights; leave the flag out')
         return Chosen(tree if plain is None else tree[plain], '', optimizer)
     inner = tree[average]
-    shadow = inner[SHADOW] if type(inner.get(SHADOW)) is dict else inner
-    rate = inner.get(RATE)
-    stored = f'{rate}' if type(rate) is float else ''
-    if plain is not None and (ema == 'none' or (not ema and trained and optimizer is not None)):
-        note = f"its weights '{plain}' (not the averages '{average}')"
+    if not ema and trained and optimizer is not None:
+        ema = 'none'
+    quoted = '' if plain is None else f"'{plain}'"
+    averaged, note = takes_averages(ema, inner.get(RATE), quoted, f"'{average}'", source)
+    if plain is not None and not averaged:
         return Chosen(tree[plain], note, optimizer)
+    return Chosen(inner[SHADOW] if type(inner.get(SHADOW)) is dict else inner, note, None)
+
+
+def takes_averages(
+    ema: str, rate: object, plain: str, average: str, source: object
+) -> tuple[bool, str]:
+    """Returns True to take averages, False to take the weights themselves; and a note on which.
+
+    Args:
+      ema: as for `choose`.
+      rate: what is stored with the averages as their rate.
+      plain, average: names of both for the note; plain '' = there are only averages.
+
+    Raises:
+      UserError: `ema` names weights that are not there.
+    """
+    if plain and ema == 'none':
+        return False, f'its weights {plain} (not the averages {average})'
+    stored = f'{rate}' if type(rate) is float else ''
     if ema and ema != stored:
-        allowed = ' or '.join([*[stored] * bool(stored), *['none'] * (plain is not None)])
+        allowed = ' or '.join([*[stored] * bool(stored), *['none'] * bool(plain)])
         raise UserError(f'--ema: {source}: expected {allowed or "no value"}, found {ema!r}')
-    note = f"its averages '{average}'" + (f' of rate {stored}' if stored else '')
-    if plain is not None:
-        note += f" (--ema=none takes '{plain}')"
-    return Chosen(shadow, note, None)
+    note = f'its averages {average}' + (f' of rate {stored}' if stored else '')
+    return True, note + (f' (--ema=none takes {plain})' if plain else '')

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections import Counter
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -80,12 +78,7 @@ class TorchFile:
     def __enter__(self) -> TorchFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._archive.close()
 
     @property
@@ -176,10 +169,6 @@ class TorchFile:
         size = file.seek(0, 2)
         roots = {info.filename.partition('/')[0] for info in infos}
         names = [info.filename.partition('/')[2] for info in infos]
-        if twice := [n for n, count in Counter(names).items() if count > 1]:
-            raise UserError(
-                f'{self.path}: the archive has two entries of one name: {shown(twice[0])}'
-            )
         if 'constants.pkl' in names:
             raise UserError(
                 f'{self.path}: this is a TorchScript archive, which holds code; {STATE_DICT}'

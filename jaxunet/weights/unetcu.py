@@ -17,12 +17,7 @@ import numpy as np
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.runtime.errors import UserError, itemized
-from jaxunet.weights.fields import (
-    TRAINING_ONLY,
-    differences,
-    diffusion_fields,
-    network_differences,
-)
+from jaxunet.weights.fields import TRAINING_ONLY, differences, diffusion_fields, network_differences
 from jaxunet.weights.inference import Inferred, Shapes
 from jaxunet.weights.names import (
     BlockNames,

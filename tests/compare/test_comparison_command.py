@@ -146,11 +146,7 @@ def test_what_is_missing_is_told_before_anything_runs(comparison, folder, tmp_pa
         return read_comparison(path)
 
     for other, options, message in (
-        (
-            with_changes(features='"no.npz"'),
-            {},
-            r'other\d.toml: features: no file .*no.npz',
-        ),
+        (with_changes(features='"no.npz"'), {}, r'other\d.toml: features: no file .*no.npz'),
         (with_changes(step_ms='"no.jsonl"'), {}, 'step_ms: no file .*no.jsonl; make it'),
         (with_changes(step_ms='0'), {'devices': ('0', '0')}, 'step_ms: .* share a GPU'),
         (with_changes(step_ms='0'), {'devices': ('0', '1')}, 'step_ms: .* share a CPU'),

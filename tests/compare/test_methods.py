@@ -85,8 +85,7 @@ def test_methods_that_are_none(text, message):
     with pytest.raises(UserError, match='uniform is given twice'):
         parse_methods(['uniform', 'uniform'])
     with pytest.raises(
-        UserError,
-        match=r'--methods p2: the config is not valid: loss\.p2_k: expected more than 0',
+        UserError, match=r'--methods p2: the config is not valid: loss\.p2_k: expected more than 0'
     ):
         Method('p2', {'loss.p2_k': -1.0}).apply(Config())
 

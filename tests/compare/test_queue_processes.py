@@ -66,6 +66,14 @@ def results_of(output):
     return [{name: row[name] for name in names} for row in rows_of(output)]
 
 
+class Died(BaseException):
+    pass
+
+
+def die(*arguments):
+    raise Died
+
+
 def stopped_after(monkeypatch, calls):
     """Has queues stop training after so many steps, as if the limit came near."""
     left = iter([True] * calls)
@@ -82,12 +90,6 @@ def test_runs_go_on_in_the_middle(job, undisturbed, measurements, tmp_path, monk
         'digits_uniform_seed1: stopped at the limit; the same command goes on from there'
     )
     assert [row['step'] for row in rows_of(tmp_path)] == [2]
-
-    class Died(BaseException):
-        pass
-
-    def die(self, checkpoint, keep_on):
-        raise Died
 
     with monkeypatch.context() as patch:
         patch.setattr(Measurements, 'measure', die)
@@ -108,12 +110,6 @@ def test_a_learning_rate_falls_to_0_at_the_last_time(job, measurements, tmp_path
     job = dataclasses.replace(job, fields={**job.fields, **falling}, seconds=(0.2,))
     with pytest.raises(UserError, match=f'{job.name}: optimizer.schedule: linear falls to 0 at'):
         make_queue(tmp_path, '').run([job])
-
-    class Died(BaseException):
-        pass
-
-    def die(self, checkpoint, keep_on):
-        raise Died
 
     options = {'measurements': measurements, 'step_ms': STEP_MS}
     with monkeypatch.context() as patch:
@@ -244,16 +240,10 @@ def test_a_job_of_another_process_is_not_left_out(job, tmp_path):
 def test_a_process_that_starts_again_takes_its_own_job(job, measurements, tmp_path, monkeypatch):
     """The earlier process ended in the middle of the job, and no other process does it."""
 
-    class Stalled(BaseException):
-        pass
-
-    def stall(self, job, seconds):
-        raise Stalled
-
     options = {'measurements': measurements, 'step_ms': STEP_MS, 'claims': str(tmp_path / 'claims')}
     with monkeypatch.context() as patch:
-        patch.setattr(Queue, '_train', stall)
-        with pytest.raises(Stalled):
+        patch.setattr(Queue, '_train', die)
+        with pytest.raises(Died):
             make_queue(tmp_path / '1', '', **options).run([job])
     assert make_queue(tmp_path / '2', '', **options).run([job]) == []
     assert rows_of(tmp_path / '2') == [], 'the job is of another process'

@@ -181,9 +181,7 @@ def test_runs_of_other_lengths():
     """
     own = {'p2': (150.0,), 'flow': (60.0, 120.0)}
     comparison = dataclasses.replace(
-        COMPARISON,
-        own_seconds=own,
-        rounds=(Round(('uniform', 'p2', 'flow'), (0,)),),
+        COMPARISON, own_seconds=own, rounds=(Round(('uniform', 'p2', 'flow'), (0,)),)
     )
     rows = [row('uniform', s, 0, fid) for s, fid in ((60, 60.0), (120, 50.0), (180, 30.0))]
     rows += [row('uniform', 240, 0, 20.0), row('p2', 150, 0, 25.0)]

@@ -6,17 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from support.data_files import random_pixels
 
 from jaxunet.data import images as im
 from jaxunet.runtime.errors import UserError
 
 
 def pixels(count=5, height=40, width=36, channels=3, seed=0):
-    return (
-        np.random.default_rng(seed)
-        .integers(0, 256, (count, height, width, channels))
-        .astype(np.uint8)
-    )
+    return random_pixels(seed, (count, height, width, channels))
 
 
 def to_uint8(images, **options):
@@ -105,8 +102,7 @@ def test_grid_columns():
 
 
 @pytest.mark.parametrize(
-    ('shape', 'mode'),
-    [((9, 7), 'L'), ((9, 7, 1), 'L'), ((9, 7, 3), 'RGB'), ((9, 7, 4), 'RGBA')],
+    ('shape', 'mode'), [((9, 7), 'L'), ((9, 7, 1), 'L'), ((9, 7, 3), 'RGB'), ((9, 7, 4), 'RGBA')]
 )
 def test_png_round_trip(tmp_path, shape, mode):
     array = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 
 import numpy as np
 import pytest
@@ -37,13 +38,6 @@ def nvlabs(labels):
     return {'dataset.json': json.dumps({'labels': labels}).encode()}
 
 
-@pytest.fixture
-def told(monkeypatch):
-    lines = []
-    monkeypatch.setattr(classes.logging, 'info', lambda text, *values: lines.append(text % values))
-    return lines
-
-
 @pytest.mark.parametrize('form', FORMS)
 def test_dataset_json_of_nvlabs(form, tmp_path, told):
     files = pngs(STORED)
@@ -55,7 +49,7 @@ def test_dataset_json_of_nvlabs(form, tmp_path, told):
     assert source.class_names == ('0', '1', '2', '3', '4', '5')
     np.testing.assert_array_equal(everything(source), [random_pixels(i) for i in range(4)])
     classes.check_classes(CONDITIONAL.replace(model={'num_classes': 6}), source)
-    assert told[-1].endswith(': 4 images in 6 classes, labels from dataset.json')
+    assert told[0].endswith(': 4 images in 6 classes, labels from dataset.json')
 
 
 @pytest.mark.parametrize('form', FORMS)
@@ -85,6 +79,7 @@ def test_another_file_of_that_name_is_no_labels(tmp_path):
             '\ufeffcaption,file_name,label\r\nx,./a.png,dog\r\n"y\nz",sub/b.png,"cat, tame"',
         ),
         ('labels.csv', 'filename,kind\na.png,dog\nsub/b.png,"cat, tame"\n'),
+        ('metadata.csv', 'file_name;label\r\na.png;dog\r\nsub/b.png;cat, tame\r\n'),
         (
             'metadata.jsonl',
             '{"file_name": "a.png", "label": "dog", "text": "x"}\n\n'
@@ -100,6 +95,15 @@ def test_tables_beside_the_images(form, name, text, tmp_path):
 def test_paths_of_a_table_begin_at_its_folder(tmp_path):
     files = pngs(['set/a.png', 'set/b.png']) | {'set/labels.csv': b'path,x\na.png,1\nb.png,0'}
     assert found(put(tmp_path, files, 'zip')) == ([1, 0], ('0', '1'), ())
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_tables_of_other_systems(form, tmp_path):
+    """Windows separates folders by backslashes, and macOS has letters for accents."""
+    table = 'file_name,label\nb\\1.png,dog\ncafé.png,cat'.encode()
+    names = ['b/1.png', unicodedata.normalize('NFD', 'café.png')]
+    path = put(tmp_path, pngs(names) | {'metadata.csv': table}, form)
+    assert found(path) == ([1, 0], ('cat', 'dog'), ())
 
 
 def test_one_of_several_columns(tmp_path):
@@ -164,12 +168,13 @@ def test_files_beside_each_image(form, tmp_path):
         ({'dataset.json': b'{"labels": [["a.png", 0'}, r'dataset\.json: expected a JSON object'),
         ({'metadata.csv': b'file_name,label\na.png,\nb.png,x'}, r'line 2: a\.png: .*found nothing'),
         ({'metadata.csv': b'id,label\na.png,x'}, r'expected a column file_name, found id, label'),
+        (
+            {'labels.csv': b'file_name,label\na.png,%s\nb.png,1' % (b'9' * 5000)},
+            r'labels\.csv: labels: found a number of more than 64 bits',
+        ),
         ({'labels.csv': b'file_name,label\na.png,"x'}, r'labels\.csv: not a readable CSV file'),
         ({'labels.csv': b'file_name,label\na.png,\xff'}, r'labels\.csv: not a readable CSV file'),
-        (
-            {'metadata.jsonl': b'{"file_name": "a.png", "label": 0}\n{'},
-            r'jsonl: line 2: expected',
-        ),
+        ({'metadata.jsonl': b'{"file_name": "a.png", "label": 0}\n{'}, r'jsonl: line 2: expected'),
         ({'metadata.jsonl': b'{"file_name": 3, "label": 0}'}, r'line 1: expected a path in file_n'),
         (
             {'metadata.jsonl': b'{"file_name": "a.png", "label": true}'},
@@ -177,10 +182,7 @@ def test_files_beside_each_image(form, tmp_path):
         ),
         ({'a.cls': b'1'}, r'b\.png: expected a \.cls beside it, as other images have'),
         ({'a.cls': b'1', 'b.cls': b' \n'}, r'b\.cls: expected a label.* found nothing'),
-        (
-            {'a.cls': b'1', 'b.cls': b'1', 'c.cls': b'1'},
-            r'c\.cls: the label of an image that',
-        ),
+        ({'a.cls': b'1', 'b.cls': b'1', 'c.cls': b'1'}, r'c\.cls: the label of an image that'),
     ],
 )
 def test_mistakes_in_labels_end_a_conditional_run_alone(files, message, tmp_path):

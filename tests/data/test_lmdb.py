@@ -11,7 +11,7 @@ from support.data_errors import PNG, cut, fails
 from support.data_files import SHAPE, encoded, everything, random_pixels
 from support.tiny import tiny_config
 
-from jaxunet.data import classes, lmdb_rows
+from jaxunet.data import classes
 from jaxunet.data.pipeline import stream
 from jaxunet.data.pixels import BadImage
 from jaxunet.data.sources import open_source
@@ -41,9 +41,7 @@ def images(kind='WEBP'):
     return {key: encoded(random_pixels(i), kind, **options) for i, key in enumerate(KEYS)}
 
 
-def test_images_by_key(lmdb, tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(lmdb_rows.logging, 'info', lambda text, *values: told.append(text % values))
+def test_images_by_key(lmdb, tmp_path, told):
     path = write(lmdb, tmp_path / 'bedroom_lmdb', images() | {b'length': b'45'})
     expected = [random_pixels(i) for i in range(len(KEYS))]
     for each in (path, path / 'data.mdb'):

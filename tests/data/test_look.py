@@ -11,14 +11,6 @@ from jaxunet.data.source import ArraySource
 from jaxunet.data.sources import open_source
 
 
-@pytest.fixture
-def told(monkeypatch):
-    lines = []
-    for level in ('info', 'warning'):
-        monkeypatch.setattr(look.logging, level, lambda text, *values: lines.append(text % values))
-    return lines
-
-
 @pytest.mark.parametrize(
     ('name', 'count', 'begin'),
     [

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import pickle
-import tarfile
-import zipfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
+from support.data_files import encoded, everything, write_folder, write_tar, write_zip
 from support.tiny import tiny_config
 
 from jaxunet.config import resolve, to_dict
@@ -29,39 +26,19 @@ RANDOM = np.random.default_rng(0)
 PHOTOS = RANDOM.integers(0, 256, (len(NAMES), 8, 8, 3), np.uint8)
 
 
-def png(pixels) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, 'png')
-    return file.getvalue()
-
-
 def write(path, pixels, names=NAMES, prefix='', suffix='png'):
-    files = {f'{prefix}{name}.{suffix}': png(x) for name, x in zip(names, pixels, strict=True)}
+    files = {f'{prefix}{name}.{suffix}': encoded(x) for name, x in zip(names, pixels, strict=True)}
     if path.suffix == '.zip':
-        with zipfile.ZipFile(path, 'w') as archive:
-            for name, data in files.items():
-                archive.writestr(name, data)
-    elif path.suffix in ('.tar', '.gz'):
-        with tarfile.open(path, 'w:gz' if path.suffix == '.gz' else 'w') as archive:
-            for name, data in files.items():
-                info = tarfile.TarInfo(name)
-                info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))
-    else:
-        for name, data in files.items():
-            (path / name).parent.mkdir(parents=True, exist_ok=True)
-            (path / name).write_bytes(data)
-    return path
+        return write_zip(path, files)
+    if path.suffix in ('.tar', '.gz'):
+        return write_tar(path, files, path.suffix[1:].removeprefix('tar'))
+    return write_folder(path, files)
 
 
 def config(photos, edges, **data):
     data = {'path': str(photos), 'condition': f'folder:{edges}', 'image_size': (8,)} | data
     model = {'image_channels': 3, 'low_res_size': (8,), 'condition_channels': 3, 'num_classes': 0}
     return tiny_config(model=model | {'label_dropout': 0.0}, data=data)
-
-
-def everything(source):
-    return source.load(np.arange(len(source)))
 
 
 @pytest.mark.parametrize('form', ['folder', 'x.zip', 'x.tar', 'x.tar.gz', 'x-{0..1}.tar'])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 
 import numpy as np
@@ -12,6 +11,7 @@ from support.data_errors import PNG, fails
 from support.data_files import encoded, put, random_pixels, write_folder, write_zip
 
 from jaxunet.config import Config
+from jaxunet.data.pixels import has_holes
 from jaxunet.data.sources import check_path, open_data
 from jaxunet.runtime.errors import UserError
 
@@ -33,7 +33,6 @@ PATHS = {
     'weights': ('{dir}/model.safetensors', r'holds weights, expected images.*init_from'),
     'empty file': ('{dir}/empty.zip', r'empty.zip: expected .*, found an empty file'),
     'null byte': ('{dir}/a\0b', r'no such file or folder'),
-    'pipe': ('{dir}/pipe.zip', r'pipe.zip: expected a file or folder, found something else'),
     'cifar10 near miss': ('cifar10:{dir}/elefants.zip', r'did you mean "elephants.zip"'),
 }
 
@@ -50,7 +49,6 @@ def test_paths(tmp_path, case):
     }
     for name, data in others.items():
         (tmp_path / name).write_bytes(data)
-    os.mkfifo(tmp_path / 'pipe.zip')
     path, match = PATHS[case]
     fails(path.format(dir=tmp_path), match)
 
@@ -131,6 +129,11 @@ def test_images_that_cannot_be_decoded(tmp_path, case, form):
     fails(path, rf'sub/bad.png: (.|\n)*{match}(.|\n)*: {command} \.\.\.$')
 
 
+def test_the_transparency_of_a_huge_image_is_not_looked_at():
+    with pytest.raises(UserError, match=r'a\.png: 8200x8200 pixels, more than the'):
+        has_holes(encoded(Image.new('P', (8200, 8200)), transparency=0), 'a.png')
+
+
 def test_other_numbers_of_channels(tmp_path):
     fails(
         write_folder(tmp_path, {'a.png': PNG}),
@@ -187,7 +190,5 @@ def test_an_error_names_one_field(tmp_path, changes, start):
 
 def test_digits_have_one_size_of_channels():
     fails(
-        'digits:',
-        r'digits: images have 1 channel, but model.image_channels is 4',
-        shape=(8, 8, 4),
+        'digits:', r'digits: images have 1 channel, but model.image_channels is 4', shape=(8, 8, 4)
     )

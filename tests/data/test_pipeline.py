@@ -19,7 +19,7 @@ from multiprocessing import synchronize
 
 import numpy as np
 import pytest
-from PIL import Image
+from support.data_files import encoded, random_pixels, write_folder
 
 from jaxunet.config import Config
 from jaxunet.data import pipeline
@@ -32,13 +32,8 @@ from jaxunet.runtime.errors import UserError
 
 @pytest.fixture
 def folder(tmp_path) -> pathlib.Path:
-    for i in range(30):
-        sub = tmp_path / 'set' / f'class{i % 3}'
-        sub.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.random.default_rng(i).integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(
-            sub / f'{i:03d}.png'
-        )
-    return tmp_path / 'set'
+    files = {f'class{i % 3}/{i:03d}.png': encoded(random_pixels(i, (8, 8, 3))) for i in range(30)}
+    return write_folder(tmp_path / 'set', files)
 
 
 def config(workers: int = 0, steps: int = 12) -> Config:
@@ -104,12 +99,9 @@ def test_a_corrupt_image_reaches_the_main_process_by_name(folder, workers):
 
 
 def test_bad_image_survives_pickling():
-    error = pickle.loads(pickle.dumps(BadImage('x.png', 'broken', 'set')))
-    assert (error.name, error.reason, str(error)) == (
-        'x.png',
-        'broken',
-        str(BadImage('x.png', 'broken', 'set')),
-    )
+    error = BadImage('x.png', 'broken', 'set')
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.name, again.reason, str(again)) == ('x.png', 'broken', str(error))
 
 
 def test_closing_early_ends_workers_and_threads(folder):

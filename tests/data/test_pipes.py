@@ -36,10 +36,7 @@ def _limit():
 def test_a_pipe_is_no_picture(tmp_path):
     os.mkfifo(tmp_path / 'x.png')
     path = str(tmp_path / 'x.png')
-    for read in (
-        lambda: read_picture(path, (8, 8, 3)),
-        lambda: read_mask(path, path, (8, 8, 3)),
-    ):
+    for read in (lambda: read_picture(path, (8, 8, 3)), lambda: read_mask(path, path, (8, 8, 3))):
         with pytest.raises(UserError, match=r'x.png: expected a file, found a pipe; give an image'):
             read()
     with pytest.raises(UserError, match=r'x.png: expected a file or folder, found something else'):
@@ -52,10 +49,7 @@ def test_a_pipe_is_no_set(name, tmp_path):
     match = r'expected a file or folder, found something else'
     for prefix in ('', 'cifar10:'):
         fails(f'{prefix}{tmp_path / name}', match)
-    with (
-        pytest.raises(UserError, match=match),
-        image_sets.open_images(str(tmp_path / name)),
-    ):
+    with pytest.raises(UserError, match=match), image_sets.open_images(str(tmp_path / name)):
         pass
 
 

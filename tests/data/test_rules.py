@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import struct
 import subprocess
 import sys
 import unicodedata
-import zipfile
-import zlib
 
 import numpy as np
 import pytest
@@ -27,6 +24,7 @@ from support.tiny import tiny_config
 
 from jaxunet.data import classes
 from jaxunet.data.pixels import decode, size_of
+from jaxunet.data.png16 import write_png16
 from jaxunet.data.rules import find_classes, whole_names, why_not_image
 from jaxunet.data.sources import open_source
 from jaxunet.metrics import image_sets
@@ -34,6 +32,7 @@ from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.errors import UserError
 
 FORMS = ('folder', 'zip', 'tar', 'tar.gz')
+POSIX = {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0'}
 
 
 def conditional(number):
@@ -148,10 +147,8 @@ def test_one_part_of_a_set_has_classes_and_so_has_one_named_class(tmp_path):
     files = {f'train/{name}/1.png': PNG for name in ('cat', 'dog')}
     source = open_source(str(put(tmp_path, files, 'folder')), image_shape=SHAPE)
     assert source.class_names == ('cat', 'dog')
-    assert find_classes(['train/1.png', 'bus/1.png'], strip_leading=False)[1] == (
-        'bus',
-        'train',
-    )
+    found = find_classes(['train/1.png', 'bus/1.png'], strip_leading=False)
+    assert found[1] == ('bus', 'train')
 
 
 @pytest.mark.parametrize('form', FORMS)
@@ -211,18 +208,13 @@ def test_narrow_values_in_wide_numbers_are_refused(form, highest, tmp_path):
 
 def test_narrow_colours_in_wide_numbers_are_refused(tmp_path):
     """Pillow keeps 8 bits of such files, and has no way to write them."""
-
-    def write(values):
-        row = b'\0' + np.full((16, 3), values, '>u2').tobytes()
-        header = struct.pack('>IIBBBBB', 16, 16, 16, 2, 0, 0, 0)
-        data = b'\x89PNG\r\n\x1a\n'
-        for chunk in (b'IHDR' + header, b'IDAT' + zlib.compress(row * 16), b'IEND'):
-            data += struct.pack('>I', len(chunk) - 4) + chunk + struct.pack('>I', zlib.crc32(chunk))
-        (tmp_path / 'a.png').write_bytes(data)
-
-    write((0, 4095, 300))
+    narrow, wide = (
+        write_png16(np.full((16, 16, 3), values, np.uint16))
+        for values in ((0, 4095, 300), (0, 65535, 32768))
+    )
+    (tmp_path / 'a.png').write_bytes(narrow)
     fails(tmp_path, r'a.png: 16 or 32 bits, but .* above 4095, expected 0 to 65535')
-    write((0, 65535, 32768))
+    (tmp_path / 'a.png').write_bytes(wide)
     pixels = everything(open_source(str(tmp_path), image_shape=(16, 16, 3)))
     assert pixels[0, 0, 0].tolist() == [0, 255, 128]
 
@@ -276,10 +268,9 @@ def test_a_name_has_one_form_in_every_locale_and_system(tmp_path):
         'import sys; from jaxunet.data.sources import open_source as o; '
         'print(ascii(o(sys.argv[1], image_shape=(8, 8, 3), classes=(sys.argv[2],)).class_names))'
     )
-    posix = {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0'}
     found = subprocess.run(
         [sys.executable, '-c', code, str(tmp_path), 'café'],
-        env=os.environ | posix,
+        env=os.environ | POSIX,
         capture_output=True,
         text=True,
         check=True,
@@ -289,10 +280,9 @@ def test_a_name_has_one_form_in_every_locale_and_system(tmp_path):
 
 def test_every_name_can_be_printed_in_a_posix_locale():
     code = 'from jaxunet.runtime import command; command.run(lambda argv: print(chr(233)))'
-    posix = {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0'}
     found = subprocess.run(
         [sys.executable, '-c', code],
-        env=os.environ | posix,
+        env=os.environ | POSIX,
         capture_output=True,
         text=True,
         check=False,
@@ -301,9 +291,6 @@ def test_every_name_can_be_printed_in_a_posix_locale():
 
 
 def test_comparisons_use_the_same_rules(tmp_path):
-    files = {'a/1.png': PNG, 'a/1.txt': b'BM car', '@eaDir/a/1.png': PNG}
-    with zipfile.ZipFile(tmp_path / 'x.zip', 'w') as archive:
-        for name, data in files.items():
-            archive.writestr(name.replace('/', '\\'), data)
-    with image_sets.open_images(str(tmp_path / 'x.zip')) as source:
+    files = {'a\\1.png': PNG, 'a\\1.txt': b'BM car', '@eaDir\\a\\1.png': PNG}
+    with image_sets.open_images(str(write_zip(tmp_path / 'x.zip', files))) as source:
         assert (len(source), source.skipped) == (1, (('a/1.txt', 'not an image'),))

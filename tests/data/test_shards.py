@@ -111,11 +111,7 @@ def test_shards_of_unequal_keys(tmp_path):
         (['x-0.tar'], 'x-{2..1}.tar', r'\{2\.\.1\}: expected 1 to 1,000,000 numbers, found 0'),
         (['x-0.tar'], 'x-{0..99999999}.tar', r'numbers, found 100,000,000'),
         (['x-0.tar', 'x-1.png'], 'x-*', r'expected files of one kind, \.tar.*found \.png, \.tar'),
-        (
-            ['train-0001.tar', 'val-0001.tar'],
-            '',
-            r'parts of a set, train, val; .*val-\*\.tar',
-        ),
+        (['train-0001.tar', 'val-0001.tar'], '', r'parts of a set, train, val; .*val-\*\.tar'),
     ],
 )
 def test_names_that_do_not_fit(tmp_path, files, name, message):

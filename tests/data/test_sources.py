@@ -24,7 +24,7 @@ from support.data_files import (
     write_zip,
 )
 
-from jaxunet.data import image_files, unetcu_bin
+from jaxunet.data import unetcu_bin
 from jaxunet.data.order import batch_indices, factors, permuted
 from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
@@ -116,14 +116,10 @@ def test_digits_are_the_real_ones():
 
 
 @pytest.mark.parametrize('form', FORMS)
-def test_forms_agree(tmp_path, form, monkeypatch):
+def test_forms_agree(tmp_path, form, told):
     """Order, labels and pixels are the same in a folder and in every archive; other files are
     counted and named.
     """
-    warnings = []
-    monkeypatch.setattr(
-        image_files.logging, 'warning', lambda text, *values: warnings.append(text % values)
-    )
     names = ('b/1.png', 'a/2.png', 'a/10.png', 'b/deep/0.png')
     files = {f'train/{name}': encoded(random_pixels(i)) for i, name in enumerate(names)}
     files |= {'train/a/notes.txt': b'text', 'train/b/empty.png': b''}
@@ -138,9 +134,9 @@ def test_forms_agree(tmp_path, form, monkeypatch):
         ('train/a/notes.txt', 'not an image'),
         ('train/b/empty.png', 'empty file'),
     )
-    assert len(warnings) == 1
-    assert '2 files' in warnings[0]
-    assert 'train/a/notes.txt (not an image)' in warnings[0]
+    (warning,) = told
+    assert '2 files' in warning
+    assert 'train/a/notes.txt (not an image)' in warning
     again = pickle.loads(pickle.dumps(source))
     np.testing.assert_array_equal(
         again.load(np.array([3, 0])), np.stack([random_pixels(3), random_pixels(2)])

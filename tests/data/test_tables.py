@@ -102,11 +102,9 @@ def test_sets_written_by_the_library_datasets(tmp_path, form, monkeypatch):
     assert source.labelled_by == 'the column kind'
 
 
-def test_row_groups_beyond_the_memory(tmp_path, monkeypatch):
+def test_row_groups_beyond_the_memory(tmp_path, monkeypatch, told):
     path = write(tmp_path / 'x.parquet', {'image': PNGS})
     monkeypatch.setattr(parquet, 'KEPT', 3 * len(PNGS[0]))
-    told = []
-    monkeypatch.setattr(parquet.logging, 'info', lambda text, *values: told.append(text % values))
     source = opened(path)
     assert 'a stream mixes the images of 1 groups at a time' in told[0]
     for i in (9, 0, 5, 0, 9):

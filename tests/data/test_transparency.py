@@ -153,9 +153,7 @@ def test_wide_samples_with_opacity_keep_what_shows(tmp_path):
     np.testing.assert_array_equal(everything(source), np.minimum(drawn, drawn[..., 3:]))
 
 
-def test_the_log_counts_transparent_images(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(look.logging, 'info', lambda text, *values: told.append(text % values))
+def test_the_log_counts_transparent_images(tmp_path, told):
     solid = encoded(random_pixels(0, (SIDE, SIDE, 3)))
     opaque = np.dstack([random_pixels(0, (SIDE, SIDE, 3)), np.full((SIDE, SIDE), 255, np.uint8)])
     files = {'a.png': encoded(emoji(0, 1)), 'b.png': solid, 'c.png': encoded(opaque)}

@@ -13,7 +13,7 @@ from PIL import Image
 from support.configs import CONFIGS, load
 from support.data_files import encoded, everything, random_pixels, write_folder
 
-from jaxunet.data import look, png16, reading
+from jaxunet.data import look, png16
 from jaxunet.data.arrays import source_of
 from jaxunet.data.automatic import complete
 from jaxunet.data.images import check_output, from_pixels, save_images, to_pixels
@@ -220,11 +220,7 @@ def test_sets_of_8_bits_are_not_taken_for_wide_ones(tmp_path):
             open_source('digits:', image_shape=(8, 8, channels), reading=how)
 
 
-def test_rounding_to_8_bits_is_said(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(
-        reading.logging, 'warning', lambda text, *values: told.append(text % values)
-    )
+def test_rounding_to_8_bits_is_said(tmp_path, told):
     path = str(write_folder(tmp_path / 'set', {'a.png': write_png16(random_values(0, (8, 8, 3)))}))
     np.save(tmp_path / 'x.npy', random_values(0, (2, 8, 8, 3)))
     for each in (path, path, str(tmp_path / 'x.npy')):
@@ -275,10 +271,7 @@ def test_samples_come_in_the_range_of_the_set(tmp_path, channels):
         assert np.asarray(image)[2:-2].min() < 30
 
 
-def test_the_log_of_what_was_read(monkeypatch, tmp_path):
-    told = []
-    for level in ('info', 'warning'):
-        monkeypatch.setattr(look.logging, level, lambda text, *values: told.append(text % values))
+def test_the_log_of_what_was_read(told, tmp_path):
     values = np.full((4, 8, 8, 3), 1000, np.uint16)
     values[:, 0, :, 0], values[:, 1:3, :, 1], values[..., 2] = 0, 4095, 300
     np.save(tmp_path / 'x.npy', values)

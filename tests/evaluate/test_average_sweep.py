@@ -11,13 +11,13 @@ import pytest
 from PIL import Image
 from support.commands import call
 from support.tiny import tiny_config
+from support.untrained_features import write_untrained
 
 from jaxunet.checkpoint.load import load_model
 from jaxunet.checkpoint.snapshots import SnapshotWriter
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.checkpoint.store import Checkpoints
 from jaxunet.evaluate.average_sweep import measure_averages
-from jaxunet.metrics.classifier import Architecture, init, to_arrays
 from jaxunet.runtime.errors import UserError
 from jaxunet.training.evaluation import Evaluator
 from jaxunet.training.loop import train
@@ -27,13 +27,7 @@ FIELDS = {'samples': 10, 'batch_size': 10, 'steps': 2}
 
 @pytest.fixture(scope='module')
 def features(tmp_path_factory) -> pathlib.Path:
-    """A file of features that nobody trained."""
-    architecture = Architecture(8, 8, 2, 10, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    params, statistics = init(architecture, jax.random.key(0))
-    path = tmp_path_factory.mktemp('features') / 'random.npz'
-    arrays = to_arrays(architecture, params, statistics, np.ones(4), {'reference': 'nothing'})
-    np.savez(path, jaxunet_features=np.array('classifier'), **arrays)
-    return path
+    return write_untrained(tmp_path_factory.mktemp('features'))
 
 
 STEPS = 32

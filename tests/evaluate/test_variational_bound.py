@@ -30,12 +30,7 @@ from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
 from jaxunet.data.sources import open_source
 from jaxunet.diffusion.process import make_diffusion, model_log_variance
-from jaxunet.evaluate.bound import (
-    Bound,
-    LikelihoodOptions,
-    measure_likelihood,
-    save_terms,
-)
+from jaxunet.evaluate.bound import Bound, LikelihoodOptions, measure_likelihood, save_terms
 from jaxunet.evaluate.variational_bound import Likelihood, Terms, check_has_bound
 from jaxunet.metrics.evaluation import Result
 from jaxunet.model.unet import UNet, build_unet
@@ -46,6 +41,7 @@ from jaxunet.weights import guided_diffusion
 from jaxunet.weights.files import write_weights
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures' / 'e54d28d'
+CONDITIONAL = str(FIXTURES / 'conditional')
 GOLDEN = np.load(FIXTURES.parent / 'process_golden.npz')
 
 
@@ -150,16 +146,19 @@ def draw(seed: int, row: int, t: int, shape: tuple[int, ...]) -> np.ndarray:
     return np.asarray(jax.random.normal(jax.random.fold_in(key, t), shape), np.float64)
 
 
+def bound(path=CONDITIONAL, *, given=None, **options):
+    """The bound of a model with its first average."""
+    (found,) = measure_likelihood(path, [''], LikelihoodOptions(**options), **(given or {}))
+    return found
+
+
 def test_a_fixed_variance_on_every_timestep():
     """Three images in batches of two, so that the last batch is padded."""
-    options = LikelihoodOptions(
-        reference='digits:', num_samples=3, variance='fixed_large', batch_size=2, seed=5, clip=False
-    )
-    path = str(FIXTURES / 'conditional')
-    (measured,) = measure_likelihood(path, [''], options)
+    options = {'variance': 'fixed_large', 'clip': False, 'seed': 5}
+    measured = bound(reference='digits:', num_samples=3, batch_size=2, **options)
     rows = np.sort(np.random.default_rng(5).choice(1797, 3, replace=False))
-    model = load_model(path)
-    want = Oracle(model, rows, np.arange(40), variance='fixed_large', clip=False, seed=5)
+    model = load_model(CONDITIONAL)
+    want = Oracle(model, rows, np.arange(40), **options)
     for name in ('prior', 'bound', 'x0_error', 'noise_error'):
         np.testing.assert_allclose(
             getattr(measured.terms, name), getattr(want, name), rtol=2e-3, atol=2e-4
@@ -286,39 +285,26 @@ def test_a_learned_variance_on_some_timesteps_by_the_command(tmp_path):
 )
 def test_options_that_do_not_suit_the_model(options, message):
     with pytest.raises(UserError, match=message):
-        next(
-            measure_likelihood(
-                str(FIXTURES / 'conditional'),
-                [''],
-                LikelihoodOptions(**({'reference': 'digits:'} | options)),
-            )
-        )
+        bound(**({'reference': 'digits:'} | options))
 
 
 def test_too_few_held_out_images(monkeypatch):
-    path = str(FIXTURES / 'conditional')
-    model = load_model(path)
+    model = load_model(CONDITIONAL)
     held = dataclasses.replace(model, config=model.config.replace(data={'holdout': 3}))
     monkeypatch.setattr(f'{measure_likelihood.__module__}.load_model', lambda *_, **__: held)
     message = '--num_samples: 4 asked for, but digits: has 3 images, held out of training'
     with pytest.raises(UserError, match=f'^{message}$'):
-        next(measure_likelihood(path, [''], LikelihoodOptions(num_samples=4)))
+        bound(num_samples=4)
 
 
 def test_images_that_the_model_cannot_take(tmp_path):
     np.savez(tmp_path / 'plain.npz', images=np.zeros((3, 8, 8, 1), np.uint8))
     with pytest.raises(UserError, match=r'plain\.npz: expected images in the 10 classes'):
-        next(
-            measure_likelihood(
-                str(FIXTURES / 'conditional'),
-                [''],
-                LikelihoodOptions(reference=str(tmp_path / 'plain.npz')),
-            )
-        )
+        bound(reference=str(tmp_path / 'plain.npz'))
     config = tiny_config(data={'path': ''})
     write_weights(tmp_path / 'a.safetensors', fresh_state(config).params, config)
     with pytest.raises(UserError, match=r'--reference: missing; .*a\.safetensors does not name'):
-        next(measure_likelihood(str(tmp_path / 'a.safetensors'), [''], LikelihoodOptions()))
+        bound(str(tmp_path / 'a.safetensors'))
 
 
 def test_a_file_of_another_program(tmp_path):
@@ -328,15 +314,7 @@ def test_a_file_of_another_program(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
     np.savez(tmp_path / 'images.npz', images=pixels)
     with pytest.raises(UserError, match=r'--reference: missing; .*a\.pt does not name'):
-        next(
-            measure_likelihood(
-                str(tmp_path / 'a.pt'),
-                [''],
-                LikelihoodOptions(),
-                **STATED,
-                new_attention_order=False,
-            )
-        )
+        bound(str(tmp_path / 'a.pt'), given=STATED | {'new_attention_order': False})
     stated = ('--num_head_channels=32', '--image_size=16', '--schedule=linear')
     stated += ('--diffusion_steps=1000', '--objective=epsilon', '--nonew_attention_order')
     call(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pathlib
+import pickle
 import socket
 import struct
 import threading
@@ -128,38 +129,22 @@ def test_spatial_features_are_adms(computed, monkeypatch):
     np.testing.assert_array_equal(maps, computed['Mixed_6d.branch1x1'][:, :, :, :7])
 
 
+def pickled(value: object) -> bytes:
+    return pickle.dumps(value, protocol=2)
+
+
 def legacy(tensors: dict[str, np.ndarray], **changes: bytes) -> bytes:
-    """Returns a file as torch.save wrote it before version 1.6, opcode by opcode."""
-
-    def text(value: str) -> bytes:
-        return b'X' + struct.pack('<I', len(value)) + value.encode()
-
-    def number(value: int) -> bytes:
-        return b'J' + struct.pack('<i', value)
-
-    sizes = (
-        b'}('
-        + b''.join(
-            text(name) + number(size) for name, size in (('short', 2), ('int', 4), ('long', 4))
-        )
-        + b'u'
-    )
+    """Returns a file as torch.save wrote it before version 1.6."""
+    sizes = {'short': 2, 'int': 4, 'long': 4}
+    machine = {'protocol_version': 1001, 'little_endian': True, 'type_sizes': sizes}
+    state = dump({name: value.shape for name, value in tensors.items()})
     parts = {
-        'magic': b'\x80\x02\x8a\x0a' + MAGIC.to_bytes(10, 'little') + b'.',
-        'protocol': b'\x80\x02' + number(1001) + b'.',
-        'machine': b'\x80\x02}('
-        + text('protocol_version')
-        + number(1001)
-        + text('little_endian')
-        + b'\x88'
-        + text('type_sizes')
-        + sizes
-        + b'u.',
+        'magic': pickled(MAGIC),
+        'protocol': pickled(1001),
+        'machine': pickled(machine),
         # A reference to a storage has one part more than in the new format.
-        'state': dump({name: value.shape for name, value in tensors.items()}).replace(
-            b'tQ', b'NtQ'
-        ),
-        'keys': b'\x80\x02](' + b''.join(text(str(i)) for i in range(len(tensors))) + b'e.',
+        'state': state.replace(b'tQ', b'NtQ'),
+        'keys': pickled([str(i) for i in range(len(tensors))]),
         'data': b''.join(
             struct.pack('<q', value.size) + value.astype('<f4').tobytes()
             for value in tensors.values()
@@ -189,12 +174,12 @@ def test_old_torch_files(tmp_path):
     [
         (legacy(SMALL)[:-1], 'truncated'),
         (legacy(SMALL)[:200], 'damaged or truncated'),
-        (legacy(SMALL, magic=b'\x80\x02K\x01.'), 'does not start as one'),
-        (legacy(SMALL, keys=b'\x80\x02].'), 'the list of storages is not that of the tensors'),
-        (legacy(SMALL, state=b'\x80\x02}.'), 'expected a dict of tensors'),
+        (legacy(SMALL, magic=pickled(1)), 'does not start as one'),
+        (legacy(SMALL, keys=pickled([])), 'the list of storages is not that of the tensors'),
+        (legacy(SMALL, state=pickled({})), 'expected a dict of tensors'),
         (legacy(SMALL, state=b'\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R.'), 'could run code'),
         (
-            legacy(SMALL, machine=b'\x80\x02}X\x0d\x00\x00\x00little_endian\x89s.'),
+            legacy(SMALL, machine=pickled({'little_endian': False})),
             'little_endian: expected True, found False',
         ),
         (legacy(SMALL, state=dump({'a': (6,), 'b': (1,)})), 'not a view of another'),

@@ -77,12 +77,7 @@ class Maker:
         if c.parallel in COMPILED:
             return COMPILED[c.parallel]
         make = lambda axis: make_train_step(  # noqa: E731
-            c,
-            self.model,
-            make_diffusion(c.diffusion),
-            self.optimizer,
-            self.kernels,
-            axis_name=axis,
+            c, self.model, make_diffusion(c.diffusion), self.optimizer, self.kernels, axis_name=axis
         )
         COMPILED[c.parallel] = self.parallel.lower(
             make, self.parallel.replicate(self.state), self.data
@@ -108,14 +103,12 @@ class Maker:
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
+def cache(cache_settings, tmp_path, monkeypatch):
     # A program from JAX's own cache cannot be kept again on a CPU: its functions are lost.
-    before = jax.config.jax_enable_compilation_cache
     jax.config.update('jax_enable_compilation_cache', False)
     compilation_cache.reset_cache()
     monkeypatch.setattr(executables, 'folder', lambda: tmp_path / 'steps')
     yield tmp_path / 'steps'
-    jax.config.update('jax_enable_compilation_cache', before)
     compilation_cache.reset_cache()
 
 
@@ -288,17 +281,12 @@ def test_programs_are_kept_in_one_process_on_gpus(platform, processes, backend, 
     assert executables.keeps(devices, ('xla', backend)) == kept
 
 
-def test_the_folder_is_that_of_the_compilation_cache(tmp_path):
-    before = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
-    try:
-        jax.config.update('jax_compilation_cache_dir', str(tmp_path))
-        jax.config.update('jax_enable_compilation_cache', True)
-        assert executables.folder() == tmp_path / 'jaxunet_steps'
-        jax.config.update('jax_enable_compilation_cache', False)
-        assert executables.folder() is None
-    finally:
-        jax.config.update('jax_compilation_cache_dir', before[0])
-        jax.config.update('jax_enable_compilation_cache', before[1])
+def test_the_folder_is_that_of_the_compilation_cache(cache_settings, tmp_path):
+    jax.config.update('jax_compilation_cache_dir', str(tmp_path))
+    jax.config.update('jax_enable_compilation_cache', True)
+    assert executables.folder() == tmp_path / 'jaxunet_steps'
+    jax.config.update('jax_enable_compilation_cache', False)
+    assert executables.folder() is None
 
 
 def test_a_folder_that_others_can_write_to_is_not_used(cache, caplog):
@@ -320,17 +308,7 @@ def test_a_file_that_others_can_write_to_is_not_read(cache, caplog):
     assert 'cannot be loaded (PermissionError: others can write to it (mode 0620)' in caplog.text
 
 
-@pytest.fixture
-def settings():
-    """Restores JAX's settings of its cache."""
-    names = ('jax_enable_compilation_cache', 'jax_compilation_cache_dir')
-    before = {name: getattr(jax.config, name) for name in names}
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
-def test_a_cache_that_cannot_be_made_is_not_enabled(settings, tmp_path, monkeypatch, caplog):
+def test_a_cache_that_cannot_be_made_is_not_enabled(cache_settings, tmp_path, monkeypatch, caplog):
     """As on a read-only disk, where JAX would warn of each program in several lines."""
     (tmp_path / 'file').touch()
     monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path / 'file' / 'new'))
@@ -339,7 +317,7 @@ def test_a_cache_that_cannot_be_made_is_not_enabled(settings, tmp_path, monkeypa
     assert 'compiled programs are not kept: [Errno 20] Not a directory: ' in caplog.text
 
 
-def test_a_cache_of_another_user_is_not_enabled(settings, tmp_path, monkeypatch, caplog):
+def test_a_cache_of_another_user_is_not_enabled(cache_settings, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path / 'new'))
     executables.enable_compilation_cache()
     assert (tmp_path / 'new').stat().st_mode & 0o777 == 0o700

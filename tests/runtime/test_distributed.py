@@ -87,11 +87,7 @@ def one(source, tmp_path_factory):
 
 def one_process(workdir, source, devices, steps):
     """Trains, or goes on, here; returns the losses of all steps."""
-    train(
-        tiny_config(parallel={'devices': devices}, train={'steps': steps}),
-        workdir,
-        source,
-    )
+    train(tiny_config(parallel={'devices': devices}, train={'steps': steps}), workdir, source)
     return losses(workdir)
 
 
@@ -151,10 +147,7 @@ def test_processes_agree_on_the_steps_of_a_budget(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ('text', 'lost'),
     [
-        (
-            'UNKNOWN: Gloo all-reduce failed: [pair.cc:538] Connection reset by peer',
-            True,
-        ),
+        ('UNKNOWN: Gloo all-reduce failed: [pair.cc:538] Connection reset by peer', True),
         ('UNKNOWN: Gloo all-reduce failed: [pair.cc:547] Connection closed by peer [::1]:1', True),
         ('INTERNAL: NCCL operation ncclGroupEnd() failed: remote process exited', True),
         ('UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n1', True),

@@ -140,28 +140,20 @@ def test_functions_expand_the_paths_that_they_are_given(home):
 
 
 @pytest.mark.parametrize('name', ['XDG_CACHE_HOME', choices.VARIABLE, 'JAX_COMPILATION_CACHE_DIR'])
-def test_variables_expand_their_paths(home, name, monkeypatch):
+def test_variables_expand_their_paths(home, cache_settings, name, monkeypatch):
     monkeypatch.setenv(name, '~/mine')
     if name == 'XDG_CACHE_HOME':
         assert paths.cache_dir() == home / 'mine' / 'jaxunet'
     elif name == choices.VARIABLE:
         assert choices.path() == home / 'mine'
     else:
-        before = jax.config.jax_compilation_cache_dir
-        try:
-            compiled_cache.enable_compilation_cache()
-            assert jax.config.jax_compilation_cache_dir == str(home / 'mine')
-        finally:
-            jax.config.update('jax_compilation_cache_dir', before)
-
-
-def test_an_account_without_a_home_keeps_no_compiled_programs(homeless, caplog):
-    before = jax.config.jax_enable_compilation_cache
-    try:
         compiled_cache.enable_compilation_cache()
-        assert not jax.config.jax_enable_compilation_cache
-    finally:
-        jax.config.update('jax_enable_compilation_cache', before)
+        assert jax.config.jax_compilation_cache_dir == str(home / 'mine')
+
+
+def test_an_account_without_a_home_keeps_no_compiled_programs(homeless, cache_settings, caplog):
+    compiled_cache.enable_compilation_cache()
+    assert not jax.config.jax_enable_compilation_cache
     assert 'compiled programs are not kept: no cache folder: neither XDG_CACHE' in caplog.text
     assert choices.read('NVIDIA H200', 'float32') is None
     with pytest.raises(UserError, match=r'no cache folder: .*; set XDG_CACHE_HOME to a folder$'):

@@ -9,13 +9,12 @@ import pathlib
 import sys
 import threading
 import time
-import zipfile
 
 import fsspec
 import jax
 import numpy as np
 import pytest
-from PIL import Image
+from support.data_files import encoded, write_zip
 from support.tiny import tiny_config
 
 import jaxunet
@@ -108,17 +107,7 @@ def left(cache):
 
 
 def png(value):
-    file = io.BytesIO()
-    Image.fromarray(np.full((8, 8), value, np.uint8)).save(file, 'PNG')
-    return file.getvalue()
-
-
-def zipped():
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, 'w') as archive:
-        for i in range(3):
-            archive.writestr(f'{i}.png', png(i))
-    return file.getvalue()
+    return encoded(np.full((8, 8), value, np.uint8))
 
 
 def test_a_file_is_copied_once_and_again_when_it_has_changed(server, cache, caplog):
@@ -291,8 +280,9 @@ def test_an_empty_file_in_place_of_a_folder_is_left_out(memory):
     assert [p.name for p in pathlib.Path(on_disk('memory://set')).rglob('*')] == ['a.png']
 
 
-def test_sets_and_pictures_are_read(server, memory, cache):
-    server.files['set.zip'] = zipped()
+def test_sets_and_pictures_are_read(server, memory, cache, tmp_path):
+    zipped = write_zip(tmp_path / 'set.zip', {f'{i}.png': png(i) for i in range(3)})
+    server.files['set.zip'] = zipped.read_bytes()
     memory.pipe({f'/photos/{c}/{i}.png': png(9 * i) for i, c in enumerate(('ant', 'bee', 'cat'))})
     images = open_source(server.url('set.zip'), image_shape=(8, 8, 1)).load(np.arange(3))
     assert images[:, 0, 0, 0].tolist() == [0, 1, 2]

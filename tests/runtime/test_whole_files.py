@@ -7,17 +7,18 @@ import pathlib
 import platform
 import subprocess
 
-from jaxunet.runtime.whole_files import replacing
+from jaxunet.runtime.whole_files import machine, replacing
 
 
 def test_what_killed_processes_left_is_removed(tmp_path: pathlib.Path) -> None:
     with subprocess.Popen(['true']) as process:
         ended = process.pid
-    host, target = platform.node(), tmp_path / 'a.png'
+    host, target = machine(), tmp_path / 'a.png'
     left = {tmp_path / f'.{name}.png.{host}.{ended}.partial' for name in 'ab'}
     kept = {
         tmp_path / f'.a.png.{host}.{os.getppid()}.partial',
         tmp_path / f'.a.png.elsewhere.{ended}.partial',
+        tmp_path / f'.a.png.{platform.node()}.1.{ended}.partial',  # of another container
         tmp_path / f'.a.png.{host}.x.partial',
     }
     for path in left | kept:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.samples import redrawn, sample
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.load import Model as Weights
@@ -68,20 +69,10 @@ def draw(of, indices=range(4000), picture=None, **options):
     sampler = s.make_sampler(SamplerConfig(clip=False, **options), process(of))
     keys = s.sample_keys(1, np.array(indices))
     if picture is None:
-        found = jax.jit(lambda keys: s.sample(network(process(of)), keys, SHAPE, sampler))(keys)
-        return np.asarray(found).reshape(-1, 4)
-    schedule, canvas = p.make_schedule(sampler, picture), p.Canvas.of(picture)
-
-    def program(keys):
-        return s.run(
-            network(process(of)),
-            p.start_state(keys, schedule, canvas),
-            keys,
-            schedule.sampler,
-            after=lambda x, k: p.after_evaluation(x, keys, schedule, canvas, k),
-        ).x
-
-    return np.asarray(jax.jit(program)(keys)).reshape(-1, 4)
+        found = sample(network(process(of)), keys, SHAPE, sampler)
+    else:
+        found = redrawn(network(process(of)), keys, sampler, picture)
+    return np.asarray(found).reshape(-1, 4)
 
 
 @OF

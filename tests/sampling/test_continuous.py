@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.samples import sample
 from support.turns import in_turn
 
 from jaxunet.config import DiffusionConfig
@@ -72,6 +73,28 @@ def edm_heun(x, sigmas, denoise):
     return x
 
 
+def edm_euler(x, sigmas, denoise):
+    """EDM eq. 4 in Euler's steps, which are those of DDIM."""
+    for now, then in itertools.pairwise(sigmas):
+        x = x + (then - now) * (x - denoise(x, now)) / now
+    return x
+
+
+def edm_dpmpp_2m(x, sigmas, denoise):
+    """Lu et al. (arXiv 2211.01095) algorithm 2, with α = 1; both ends are of first order."""
+    earlier = None
+    for i, (now, then) in enumerate(itertools.pairwise(sigmas)):
+        x0 = denoise(x, now)
+        if then == 0:
+            return x0
+        h, mixed = np.log(now / then), x0
+        if earlier is not None:
+            ratio = np.log(sigmas[i - 1] / now) / h
+            mixed = x0 + (x0 - earlier) / (2 * ratio)
+        x, earlier = then / now * x - np.expm1(-h) * mixed, x0
+    return x
+
+
 def flow_steps(x, times, velocity, *, heun):
     """Euler's or Heun's method for dx/dt = velocity(x, t); `times` descend to 0."""
     for now, then in itertools.pairwise(times):
@@ -81,13 +104,25 @@ def flow_steps(x, times, velocity, *, heun):
     return x
 
 
-def test_edm_heun_is_that_of_the_paper():
+KARRAS = np.linspace(80 ** (1 / 7), 0.002 ** (1 / 7), 18) ** 7  # EDM eq. 5
+LOG_SNR = np.geomspace(80, 0.002, 20)
+
+
+@pytest.mark.parametrize(
+    ('name', 'algorithm', 'sigmas'),
+    [
+        ('heun', edm_heun, KARRAS),
+        ('ddim', edm_euler, KARRAS),
+        ('dpmpp_2m', edm_dpmpp_2m, LOG_SNR),
+    ],
+)
+def test_edm_steps_are_those_of_the_papers(name, algorithm, sigmas):
     noise = np.random.default_rng(0).standard_normal(7)
-    i = np.arange(18)
-    sigmas = (80 ** (1 / 7) + i / 17 * (0.002 ** (1 / 7) - 80 ** (1 / 7))) ** 7
     with jax.enable_x64(True):
-        expected = edm_heun(80 * noise, [*sigmas, 0.0], denoised)
-    np.testing.assert_allclose(run('edm', noise, name='heun', steps=18), expected, atol=1e-10)
+        expected = algorithm(80 * noise, [*sigmas, 0.0], denoised)
+    np.testing.assert_allclose(
+        run('edm', noise, name=name, steps=len(sigmas)), expected, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize('name', ['ddim', 'heun'])
@@ -159,9 +194,7 @@ def test_samples_have_the_distribution_of_the_data(objective, options):
 
     predict = network('edm', gaussian) if objective == 'edm' else biased
     sampler = s.make_sampler(SamplerConfig(**options), process(objective))
-    images = jax.jit(lambda keys: s.sample(predict, keys, (16, 16, 1), sampler))(
-        s.sample_keys(0, range(64))
-    )
+    images = sample(predict, s.sample_keys(0, range(64)), (16, 16, 1), sampler)
     assert np.mean(images) == pytest.approx(0.3, abs=0.012)
     assert np.std(images) == pytest.approx(0.25, rel=0.06)
 
@@ -192,9 +225,8 @@ def test_guidance_moves_the_mean_of_a_class(objective, name):
     options = SamplerConfig(name=name, steps=steps, guidance_scale=2.5)
     sampler = s.make_sampler(options, process(objective), num_classes=2)
     labels = jnp.arange(64, dtype=jnp.int32) % 2
-    images = jax.jit(
-        lambda keys: s.sample(guided(denoise, labels, 2.5), keys, (16, 16, 1), sampler)
-    )(s.sample_keys(0, range(64)))
+    keys = s.sample_keys(0, range(64))
+    images = sample(guided(denoise, labels, 2.5), keys, (16, 16, 1), sampler)
     for label, mean in enumerate((-0.5, 0.5)):
         pixels = np.asarray(images)[label::2]
         assert pixels.mean() == pytest.approx(mean, abs=0.012)
@@ -212,9 +244,7 @@ def test_churn_adds_noise_and_keeps_the_distribution():
     raised = sampler.times[2::2] - sampler.times[1::2]
     np.testing.assert_allclose(np.exp(raised[raised > 0] / 250), 1 + 20 / 60, rtol=1e-6)
     np.testing.assert_allclose(sampler.times[1::2], plain.times[1::2])
-    images = jax.jit(lambda keys: s.sample(network('edm', gaussian), keys, (16, 16, 1), sampler))(
-        s.sample_keys(0, range(64))
-    )
+    images = sample(network('edm', gaussian), s.sample_keys(0, range(64)), (16, 16, 1), sampler)
     assert np.std(images) == pytest.approx(0.25, rel=0.05)
 
 

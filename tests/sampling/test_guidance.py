@@ -14,7 +14,6 @@ from jaxunet.sampling import sampler as s
 from jaxunet.sampling.guidance import Weaker, check_weaker, guided
 
 PREDICTIONS = ('epsilon', 'x0', 'v')
-EACH_PREDICTION = tuple((prediction,) for prediction in PREDICTIONS)
 SHAPE = (4, 4, 3)
 
 

@@ -59,10 +59,7 @@ from jaxunet.sampling.options import as_peer
             {'name': 'heun', 'lower_order_below': 9},
             r'lower_order_below: only sampler=dpmpp_2m .*; leave .* out, or use sampler=dpmpp_2m$',
         ),
-        (
-            {'levels': (3.0,)},
-            r'levels: only sampler=consistency .*=ddpm; leave levels out$',
-        ),
+        ({'levels': (3.0,)}, r'levels: only sampler=consistency .*=ddpm; leave levels out$'),
         ({'name': 'dpmpp_2m', 'lower_order_below': -1}, r'lower_order_below: .* found -1'),
         ({'steps': 10, 'respacing': '10'}, r'respacing: .* found steps=10 beside it'),
         (

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.samples import redrawn, sample
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint.state import fresh_state
@@ -30,7 +31,6 @@ SHAPE = (1, PIXELS, 1)
 PICTURE = np.array([200, 90, 160, 20, 240, 130, 40, 100], np.uint8).reshape(SHAPE)
 KNOWN = (PICTURE.ravel() / 127.5 - 1).astype(np.float64)
 REDRAW = np.array([[False, False, True, True, True, False, False, False]])
-OBJECTIVES = ('epsilon', 'x0', 'v', 'edm', 'flow')
 
 
 @functools.cache
@@ -60,18 +60,9 @@ def draw(picture, objective='v', count=2000, denoise=None, diffusion=None, **opt
     """Float samples of shape (count, PIXELS)."""
     diffusion = diffusion or process(objective)
     sampler = s.make_sampler(SamplerConfig(**({'clip': False} | options)), diffusion)
-    schedule, canvas = p.make_schedule(sampler, picture), p.Canvas.of(picture)
-
-    def program(keys):
-        return s.run(
-            denoise or network(diffusion),
-            p.start_state(keys, schedule, canvas),
-            keys,
-            schedule.sampler,
-            after=lambda x, k: p.after_evaluation(x, keys, schedule, canvas, k),
-        ).x
-
-    return np.asarray(jax.jit(program)(s.sample_keys(3, range(count)))).reshape(count, PIXELS)
+    keys = s.sample_keys(3, range(count))
+    found = redrawn(denoise or network(diffusion), keys, sampler, picture)
+    return np.asarray(found).reshape(count, PIXELS)
 
 
 def deviations(samples, mean, covariance):
@@ -137,9 +128,7 @@ def test_little_strength_keeps_the_picture_and_all_of_it_forgets():
     assert strong > 0.25
     diffusion = process('v')
     sampler = s.make_sampler(SamplerConfig(clip=False, **options), diffusion)
-    plain = jax.jit(lambda keys: s.sample(network(diffusion), keys, SHAPE, sampler))(
-        s.sample_keys(3, range(20))
-    )
+    plain = sample(network(diffusion), s.sample_keys(3, range(20)), SHAPE, sampler)
     forgotten = draw(p.Picture(PICTURE, strength=1.0), count=20, **options)
     np.testing.assert_allclose(forgotten, np.asarray(plain).reshape(20, PIXELS), atol=1e-5)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.diffusion import process, toy
+from support.samples import sample
 from support.turns import in_turn
 
 from jaxunet.diffusion import objectives
@@ -44,11 +45,7 @@ def denoiser(diffusion, mean_x0, values=None):
 
 def draw(config, diffusion, denoise, count=64, shape=(16, 16, 1), seed=0):
     sampler = s.make_sampler(config, diffusion)
-    return np.asarray(
-        jax.jit(lambda keys: s.sample(denoise, keys, shape, sampler))(
-            s.sample_keys(seed, range(count))
-        )
-    )
+    return np.asarray(sample(denoise, s.sample_keys(seed, range(count)), shape, sampler))
 
 
 def gaussian(mean, variance):
@@ -287,7 +284,7 @@ def test_same_images_whatever_the_batch_size_or_devices(options):
     diffusion = process()
     config = s.SamplerConfig(steps=6, **options)
     sampler = s.make_sampler(config, diffusion)
-    program = jax.jit(lambda keys: s.sample(toy, keys, SHAPE, sampler))
+    program = jax.jit(lambda keys: sample(toy, keys, SHAPE, sampler))
     together = np.asarray(program(s.sample_keys(7, range(8))))
     for parts in ([3, 5], [1] * 8):
         bounds = np.cumsum([0, *parts])
@@ -335,8 +332,8 @@ def test_noise_is_fresh_at_every_step_and_for_every_sample():
     ids=str,
 )
 def test_stretches_equal_one_run(options):
-    """One compiled function with traced bounds, called for uneven stretches, gives what the scan
-    gives.
+    """One compiled function with traced bounds, called for uneven stretches, gives what one
+    run gives.
     """
     sampler = s.make_sampler(s.SamplerConfig(steps=11, **options), process())
     keys = s.sample_keys(2, range(3))
@@ -355,11 +352,8 @@ def test_stretches_equal_one_run(options):
     )
     assert len(traces) == 1
     assert state.x.dtype == jnp.float32
-    want = jax.jit(lambda: s.run(toy, s.initial_state(keys, SHAPE, sampler), keys, sampler))().x
+    want = sample(toy, keys, SHAPE, sampler)
     np.testing.assert_allclose(state.x, want, atol=1e-6)  # two programs may round differently
-    np.testing.assert_allclose(
-        state.x, jax.jit(lambda: s.sample(toy, keys, SHAPE, sampler))(), atol=1e-6
-    )
     beyond = sampler.evaluations + 1
     with pytest.raises(ValueError, match=rf'4\.\.{beyond} are not within 0\.\.{beyond - 1}'):
         s.run(toy, state, keys, sampler, start=4, stop=beyond)
@@ -373,7 +367,7 @@ def test_a_bfloat16_network_has_a_float32_state():
         seen.append((x.dtype, t.dtype, t.shape))
         return toy(x, t).astype(jnp.bfloat16)
 
-    assert s.sample(denoise, s.sample_keys(0, range(2)), SHAPE, sampler).dtype == jnp.float32
+    assert sample(denoise, s.sample_keys(0, range(2)), SHAPE, sampler).dtype == jnp.float32
     assert set(seen) == {(jnp.dtype('float32'), jnp.dtype('int32'), (2,))}
 
 

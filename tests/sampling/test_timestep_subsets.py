@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.diffusion import alphas
+from support.samples import sample
 
 from jaxunet.config import DiffusionConfig
 from jaxunet.config.samplers import samplers_of
@@ -95,7 +96,7 @@ def test_respacing_of_sections():
     for name in samplers_of('x0'):
         sampler = s.make_sampler(s.SamplerConfig(name, respacing='10,20,30'), process)
         assert len(set(sampler.timesteps)) == 60
-        images = s.sample(
+        images = sample(
             lambda x, t: jnp.full((*x.shape[:3], 2), 0.25),
             s.sample_keys(0, range(1)),
             (4, 4, 1),

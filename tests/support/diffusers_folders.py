@@ -6,7 +6,6 @@ import json
 import pathlib
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxunet.config import Config
@@ -41,10 +40,6 @@ CASES |= {
 UNET = 'unet/config.json'
 SCHEDULER = 'scheduler/scheduler_config.json'
 WEIGHTS = 'unet/diffusion_pytorch_model.safetensors'
-
-
-def same(found: Any, expected: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def written(folder: pathlib.Path, config: Config = SMALL, **options: Any) -> pathlib.Path:

@@ -8,14 +8,14 @@ import numpy as np
 from jaxunet.metrics.classifier import Architecture, init, to_arrays
 
 
-def write_untrained(folder: pathlib.Path, scale: float = 1.0, size: int = 8) -> pathlib.Path:
-    """Writes the file of a classifier of square images with random weights; returns its path.
+def write_untrained(folder: pathlib.Path, scale: float = 1.0, side: int = 8) -> pathlib.Path:
+    """Writes the file of a classifier with random weights; returns its path.
 
     Args:
       scale: factor of its features.
-      size: height and width of its images.
+      side: of its images, in pixels.
     """
-    architecture = Architecture(size, size, 2, 10, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    architecture = Architecture(side, side, 2, 10, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     params, statistics = init(architecture, jax.random.key(0))
     path = folder / 'random.npz'
     training = {'reference': 'nothing', 'test_accuracy': 0.1}

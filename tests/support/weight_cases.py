@@ -12,6 +12,7 @@ import zipfile
 import zlib
 from typing import Unpack
 
+import jax
 import numpy as np
 import pytest
 
@@ -86,6 +87,16 @@ def random_params(config: Config, seed: int = 0) -> Tree:
         leaf = rng.standard_normal(shape, np.float32) / np.float32(fan_in**0.5)
         leaves[path] = leaf + np.float32(1) if path[-1] == 'scale' else leaf
     return unflatten(leaves)
+
+
+def moments_of(config: Config) -> tuple[Tree, Tree]:
+    """Returns random first and second moments of Adam."""
+    return random_params(config, 1), jax.tree.map(np.square, random_params(config, 2))
+
+
+def same(found: object, expected: object) -> None:
+    """Asserts that trees of arrays are equal."""
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 SMALL = ADM['one_level']

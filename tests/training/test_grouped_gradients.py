@@ -19,7 +19,7 @@ from support.bench import Bench
 from support.tiny import tiny_config
 
 from jaxunet.config import Config, resolve
-from jaxunet.data.sources import Source
+from jaxunet.data.source import Source
 from jaxunet.model.unet import Params, build_unet, init_params
 from jaxunet.ops import backends
 from jaxunet.ops.backends import choose

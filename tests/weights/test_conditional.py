@@ -14,19 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conditional_golden import (
-    CLASSES,
-    LABELS,
-    LOW_RES,
-    RESPACING,
-    SCALE,
-    prediction,
-    slope,
-)
+from conditional_golden import CLASSES, LABELS, LOW_RES, RESPACING, SCALE, prediction, slope
 from peers_golden import SIDE, T
 from support.peer_values import FIXTURES, QUICK, close, pictures, state_of
 from support.published import digest
-from support.weight_cases import NETWORK, safetensors_bytes, torch_bytes
+from support.weight_cases import NETWORK, safetensors_bytes, same, torch_bytes
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.diffusion.objectives import per_sample_loss
@@ -82,17 +74,6 @@ def classifier(
     path = tmp_path_factory.mktemp('classifier') / 'classifier.pt'
     path.write_bytes(torch_bytes(classifier_state))
     return read_classifier(path, MODEL)
-
-
-@pytest.fixture
-def file(tmp_path: pathlib.Path) -> Any:
-    """Writes a state dict as torch does; returns its path."""
-
-    def write(state: dict[str, np.ndarray]) -> pathlib.Path:
-        (tmp_path / 'a.pt').write_bytes(torch_bytes(state))
-        return tmp_path / 'a.pt'
-
-    return write
 
 
 def gradient_of(classifier: noisy_classifier.Classifier, params: Any) -> Any:
@@ -251,11 +232,9 @@ def test_a_classifier_must_suit_the_model(
     (tmp_path / 'a.bin').write_bytes(b'')
     with pytest.raises(UserError, match=r'in a \.pt or \.safetensors, found a \.bin'):
         read_classifier(tmp_path / 'a.bin', MODEL)
-    same = tmp_path / 'a.safetensors'
-    same.write_bytes(safetensors_bytes(classifier_state))
-    jax.tree.map(
-        np.testing.assert_array_equal, read_classifier(same, MODEL).params, classifier.params
-    )
+    again = tmp_path / 'a.safetensors'
+    again.write_bytes(safetensors_bytes(classifier_state))
+    same(read_classifier(again, MODEL).params, classifier.params)
     for scale, objective, classes, message in (
         (-1.0, 'epsilon', 0, 'classifier_scale: expected 0'),
         (float('nan'), 'epsilon', 0, 'classifier_scale: expected 0'),
@@ -316,7 +295,7 @@ def test_super_resolution(file: Any, tmp_path: pathlib.Path) -> None:
         write_weights(tmp_path / name, weights.params, weights.config)
         again = read_weights(tmp_path / name)
         assert again.config == weights.config
-        jax.tree.map(np.testing.assert_array_equal, again.params, weights.params)
+        same(again.params, weights.params)
     flags = guided_diffusion.flags(UPSAMPLER, new_attention_order=False)
     assert flags.startswith('--large_size 16 --small_size 5 --num_channels 32 ')
     assert flags.endswith('; in its code: channel_mult=(1, 2)')
@@ -341,10 +320,10 @@ def test_low_res_size_belongs_to_super_resolution(file: Any) -> None:
 
 def test_pictures_of_the_images_size_condition_a_network_of_elsewhere(file: Any) -> None:
     """A file may be of a network that colours or restores; a run needs something to learn."""
-    same = config({'low_res_size': (SIDE,)})
-    path = file(state_of(guided_diffusion.table(same)))
+    colours = config({'low_res_size': (SIDE,)})
+    path = file(state_of(guided_diffusion.table(colours)))
     weights = read_weights(path, low_res_size=(SIDE,), **STATED)
     assert weights.config.low_res_shape == weights.config.image_shape
     with pytest.raises(UserError, match=r'the network would see the image that it should draw'):
-        check_condition(same)
-    check_condition(same.replace(data={'condition': 'grey'}))
+        check_condition(colours)
+    check_condition(colours.replace(data={'condition': 'grey'}))

@@ -18,7 +18,7 @@ import pytest
 from peers_golden import T
 from support.commands import call
 from support.peer_values import DDPM, FIXTURES, LINEAR, QUICK, close, pictures, state_of
-from support.weight_cases import nested_torch_bytes, random_params, torch_bytes
+from support.weight_cases import nested_torch_bytes, random_params, same
 
 from jaxunet.checkpoint.load import load_initial, load_model
 from jaxunet.checkpoint.optimizer import get_moments
@@ -35,17 +35,6 @@ TINY = DDPM.replace(
     model={'channel_mult': (1,), 'attention_resolutions': (), 'conv_resample': False},
     data={'image_size': (8,)},
 )
-
-
-@pytest.fixture
-def file(tmp_path: pathlib.Path) -> Any:
-    """Writes a state dict as torch does; returns its path."""
-
-    def write(state: dict[str, np.ndarray]) -> pathlib.Path:
-        (tmp_path / 'a.pt').write_bytes(torch_bytes(state))
-        return tmp_path / 'a.pt'
-
-    return write
 
 
 def test_a_network(file: Any) -> None:
@@ -117,10 +106,6 @@ def checkpoint(config: Any = DDPM, step: Any = 390_000.0) -> dict[str, Any]:
         'epoch': 12,
         'loss': 0.03,
     }
-
-
-def same(found: Any, expected: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_weights_and_averages_of_a_checkpoint(tmp_path: pathlib.Path) -> None:

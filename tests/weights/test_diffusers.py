@@ -23,12 +23,11 @@ from support.diffusers_folders import (
     WEIGHTS,
     changed,
     foreign,
-    same,
     shards,
     tensors,
     written,
 )
-from support.weight_cases import make, random_params, torch_bytes
+from support.weight_cases import make, random_params, same, torch_bytes
 
 from jaxunet.checkpoint.load import load_initial, load_model
 from jaxunet.runtime.errors import UserError

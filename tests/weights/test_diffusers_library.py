@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from support.diffusers_folders import CASES, PROCESSES, SMALL, tensors, written
 from support.peer_values import QUICK
-from support.weight_cases import make, random_params
+from support.weight_cases import make, random_params, same
 
 from jaxunet.config import Config
 from jaxunet.diffusion.process import make_diffusion
@@ -345,4 +345,4 @@ def test_a_folder_that_the_library_saved_again(tmp_path: pathlib.Path) -> None:
     pipeline.save_pretrained(tmp_path / 'again')
     found = read_weights(tmp_path / 'again')
     assert found.config.diffusion == config.diffusion
-    jax.tree.map(np.testing.assert_array_equal, found.params, random_params(config))
+    same(found.params, random_params(config))

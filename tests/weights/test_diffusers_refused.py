@@ -106,11 +106,7 @@ def test_a_learned_variance_needs_a_scheduler_that_reads_it(tmp_path: pathlib.Pa
         (UNET, {'layers_per_block': 2}, r'down_blocks\.0\.resnets\.1\.norm1\.weight: missing'),
         (SCHEDULER, {'_class_name': 'ScoreSdeVeScheduler'}, "_class_name: .*'ScoreSdeVeScheduler'"),
         (SCHEDULER, {'_class_name': 'EDMEulerScheduler'}, "_class_name: .*'EDMEulerScheduler'"),
-        (
-            SCHEDULER,
-            {'beta_schedule': 'sigmoid'},
-            "beta_schedule: expected linear or squ.*'sig",
-        ),
+        (SCHEDULER, {'beta_schedule': 'sigmoid'}, "beta_schedule: expected linear or squ.*'sig"),
         (SCHEDULER, {'beta_end': 0.03}, 'beta_end: expected 0.02 for 1000 timesteps .*found 0.03'),
         (SCHEDULER, {'trained_betas': [0.1] * 1000}, 'trained_betas: expected those of the linear'),
         (SCHEDULER, {'trained_betas': 'x'}, "trained_betas: expected those .*; found 'x'"),
@@ -195,10 +191,6 @@ def broken_json(folder: pathlib.Path) -> None:
     (folder / UNET).write_text('{')
 
 
-def a_vae(folder: pathlib.Path) -> None:
-    (folder / 'vae').mkdir()
-
-
 def no_network(folder: pathlib.Path) -> None:
     shutil.rmtree(folder / 'unet')
 
@@ -213,7 +205,6 @@ def no_network(folder: pathlib.Path) -> None:
         (a_pickle_that_runs, 'a bare pickle.*which can run code when loaded'),
         (without_keys, r'attentions\.0\.to_k\.bias: expected shape \(32,\), found none'),
         (broken_json, 'config.json: expected a JSON object'),
-        (a_vae, 'vae: a model of latents'),
         (no_network, 'expected unet/config.json or config.json of a UNet2DModel, found neither'),
     ],
 )

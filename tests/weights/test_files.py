@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from support.turns import in_turn
-from support.weight_cases import ADM, STATED, UNETCU_SMALL, make, random_params
+from support.weight_cases import ADM, STATED, UNETCU_SMALL, make, moments_of, random_params
 
-from jaxunet.config import Config
 from jaxunet.model.unet import build_unet
 from jaxunet.ops.references import XLA
 from jaxunet.runtime.errors import UserError
@@ -48,10 +47,6 @@ def assert_same(a: Any, b: Any) -> None:
         assert value.dtype == right[path].dtype == np.float32
         assert value.shape == right[path].shape
         assert value.tobytes() == right[path].tobytes(), path
-
-
-def moments_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    return random_params(config, 1), jax.tree.map(np.square, random_params(config, 2))
 
 
 @pytest.mark.parametrize('with_moments', [False, True])
@@ -160,9 +155,7 @@ def test_bin_names_all_that_unetcu_lacks(tmp_path: pathlib.Path) -> None:
     ]
 
 
-def test_a_bin_and_its_config_name_attention_by_the_sides_in_pixels(
-    tmp_path: pathlib.Path,
-) -> None:
+def test_a_bin_and_its_config_name_attention_by_the_sides_in_pixels(tmp_path: pathlib.Path) -> None:
     """The messages give the values that the field takes, at the image size of the config."""
     larger = UNETCU_SMALL.replace(
         data={'image_size': (32, 40)}, model={'attention_resolutions': (16, 8)}

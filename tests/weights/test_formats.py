@@ -18,9 +18,11 @@ from support.weight_cases import (
     UNETCU_SMALL,
     archive,
     make,
+    moments_of,
     nested_torch_bytes,
     random_params,
     safetensors_bytes,
+    same,
     state,
     torch_bytes,
 )
@@ -62,14 +64,6 @@ class Row(NamedTuple):
     caveats: str
 
 
-def same(found: Any, expected: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-def moments(config: Config) -> Any:
-    return random_params(config, 1), jax.tree.map(np.square, random_params(config, 2))
-
-
 def written(path: pathlib.Path, config: Config, given: Any = None, **options: Any) -> Any:
     """Writes weights and returns what is read from them."""
     write_weights(path, random_params(config), config, given, **options)
@@ -90,9 +84,9 @@ def given(path: pathlib.Path, data: bytes) -> pathlib.Path:
 
 def own_safetensors(folder: pathlib.Path) -> None:
     flow = SMALL.replace(diffusion={'objective': 'flow'})
-    found = written(folder / 'a.safetensors', flow, moments(flow), class_names=())
+    found = written(folder / 'a.safetensors', flow, moments_of(flow), class_names=())
     assert found.config == flow
-    same(found.moments, moments(flow))
+    same(found.moments, moments_of(flow))
 
 
 def own_pt(folder: pathlib.Path) -> None:
@@ -102,7 +96,7 @@ def own_pt(folder: pathlib.Path) -> None:
     v = SMALL.replace(diffusion={'objective': 'v'})
     for config, more, message in (
         (v, None, "expected 'epsilon' or 'x0'"),
-        (SMALL, moments(SMALL), 'holds no optimizer moments'),
+        (SMALL, moments_of(SMALL), 'holds no optimizer moments'),
     ):
         refused(message, lambda c=config, m=more: write_weights(folder / 'b.pt', {}, c, m))
 
@@ -120,13 +114,13 @@ def diffusers_folder(folder: pathlib.Path) -> None:
 def other_diffusers(folder: pathlib.Path) -> None:
     write_folder(folder / 'a', random_params(SMALL), SMALL)
     (folder / 'a' / 'vae').mkdir()
-    refused('a model of latents', lambda: read_weights(folder / 'a'))
+    refused('vae: a model of latents', lambda: read_weights(folder / 'a'))
 
 
 def unetcu_bin(folder: pathlib.Path) -> None:
-    found = written(folder / 'a.bin', UNETCU_SMALL, moments(UNETCU_SMALL))
+    found = written(folder / 'a.bin', UNETCU_SMALL, moments_of(UNETCU_SMALL))
     assert found.config == UNETCU_SMALL
-    same(found.moments, moments(UNETCU_SMALL))
+    same(found.moments, moments_of(UNETCU_SMALL))
     refused('unet.cu has no such model', lambda: write_weights(folder / 'b.bin', {}, SMALL))
     advice = r'model.max_period: expected 10000, .*\. A .pt with --names=unet.cu can hold it'
     refused(advice, lambda: write_weights(folder / 'b.pt', {}, UNETCU_SMALL))
@@ -184,7 +178,7 @@ def improved(folder: pathlib.Path) -> None:
 def ddpm(folder: pathlib.Path) -> None:
     table = ddpm_torch.table(DDPM)
     weights, averages = (from_tree(random_params(DDPM, seed), table) for seed in (0, 3))
-    mu, nu = (from_tree(tree, table).values() for tree in moments(DDPM))
+    mu, nu = (from_tree(tree, table).values() for tree in moments_of(DDPM))
     adam = {
         i: {'step': 10**6, 'exp_avg': first, 'exp_avg_sq': second}
         for i, (first, second) in enumerate(zip(mu, nu, strict=True))
@@ -200,7 +194,7 @@ def ddpm(folder: pathlib.Path) -> None:
     assert found.moments is None
     found = read_weights(path, ema='none', **DDPM_STATED)
     same(found.params, random_params(DDPM))
-    same(found.moments, moments(DDPM))
+    same(found.moments, moments_of(DDPM))
 
 
 def other_ddpm(folder: pathlib.Path) -> None:
@@ -227,7 +221,7 @@ def nvlabs(folder: pathlib.Path) -> None:
 def other_nvlabs(folder: pathlib.Path) -> None:
     for kind in ('VPPrecond', 'VEPrecond', 'iDDPMPrecond'):
         path = given(folder / 'a.pkl', pickled({'ema': persistent(kind)}))
-        message = f"expected a network of the class EDMPrecond, found '{kind}'"
+        message = f"expected a network of the class EDMPrecond, found '{kind}', whose precond"
         refused(message, lambda path=path: read_weights(path))
     skip = {'enc.8x8_conv.weight': np.ones((8, 3, 3, 3), np.float32)}
     skip |= {'map_layer0.weight': np.ones((32, 8), np.float32)}
@@ -295,16 +289,8 @@ def old_formats(folder: pathlib.Path) -> None:
     for name, data, message in (
         ('a.pt', b'\x80\x02}.', "PyTorch's old format .* torch.save"),
         ('a.pt', archive({'a/data.pkl': b'', 'a/constants.pkl': b''}), 'TorchScript .* torch.save'),
-        (
-            'a.pth',
-            torch_bytes(state()),
-            ".safetensors, .pkl, found '.pth'",
-        ),
-        (
-            'a.ckpt',
-            torch_bytes(state()),
-            ".safetensors, .pkl, found '.ckpt'",
-        ),
+        ('a.pth', torch_bytes(state()), ".safetensors, .pkl, found '.pth'"),
+        ('a.ckpt', torch_bytes(state()), ".safetensors, .pkl, found '.ckpt'"),
     ):
         path = given(folder / name, data)
         refused(message, lambda path=path: read_weights(path))

@@ -8,8 +8,8 @@ import types
 from typing import Any
 
 import pytest
-from support.diffusers_folders import SMALL, same, written
-from support.weight_cases import random_params
+from support.diffusers_folders import SMALL, written
+from support.weight_cases import random_params, same
 
 from jaxunet.checkpoint.load import load_model
 from jaxunet.checkpoint.newest import config_at

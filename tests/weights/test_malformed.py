@@ -33,7 +33,6 @@ def test_archives_do_not_hold_the_time_that_would_change_the_names_of_tests():
 
 
 # --- .bin
-# -------------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
 @pytest.fixture(scope='module')
@@ -157,7 +156,7 @@ def test_bin_takes_no_hints(tmp_path: pathlib.Path, good_bin: bytes) -> None:
     )
 
 
-# --- .pt --------------------------------------------------------------------------------------------------------------------------  # noqa: E501
+# --- .pt
 
 
 def with_pickle(data: bytes, **entries: bytes) -> bytes:
@@ -211,11 +210,9 @@ def tensor_pickle(
     return b'\x80\x02}X\x01\0\0\0w' + tensor + b's.'
 
 
-def one_tensor(*arguments: Any, data: bytes = bytes(16)) -> bytes:
-    return archive({'a/data.pkl': tensor_pickle(*arguments), 'a/data/0': data, 'a/version': b'3\n'})
-
-
 GOOD_PICKLE = dump({'w': (2, 2)})
+FOUR = {'data/0': bytes(16)}  # the numbers of its tensor
+LARGE = {'a/data.pkl': GOOD_PICKLE, 'a/data/0': bytes(10**6)}
 
 
 @pytest.mark.parametrize(
@@ -223,86 +220,91 @@ GOOD_PICKLE = dump({'w': (2, 2)})
     [
         (b'', r"byte 0: expected a zip archive .* found b''"),
         (b'hello world', 'byte 0: expected a zip archive'),
-        (b'\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.' + bytes(100), "byte 0: this is PyTorch's "
-                                                                   "old format"),
+        (b'\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.' + bytes(100), "this is PyTorch's old format"),
         (pickle.dumps({'a': 1}, protocol=2), "byte 0: this is PyTorch's old format"),
         (b'PK\x03\x04', 'truncated or damaged: its directory'),
         (b'PK\x03\x04' + bytes(500), 'truncated or damaged: its directory'),
         (archive({'a/b.txt': b'x'}), 'data.pkl is missing'),
         (archive({'a/data.pkl': GOOD_PICKLE, 'b/data/0': bytes(16)}), 'data.pkl is missing'),
-        (archive({'a/data.pkl': GOOD_PICKLE, 'a/constants.pkl': b''}), 'TorchScript archive, '
-                                                                       'which holds code'),
-        (archive({'a/data.pkl': GOOD_PICKLE, 'a/data/0': bytes(10**6)}, zipfile.ZIP_DEFLATED), r'entry .data.* is '  # noqa: E501
-                                                                                               r'compressed '  # noqa: E501
-                                                                                               r'\('),
-        (archive({'a/data.pkl': GOOD_PICKLE, 'a/data/0': bytes(10**6)}, zipfile.ZIP_BZIP2), 'is '
-                                                                                            'compressed'),
+        (
+            with_pickle(GOOD_PICKLE, **{'constants.pkl': b''}),
+            'TorchScript archive, which holds code',
+        ),
+        (archive(LARGE, zipfile.ZIP_DEFLATED), r'entry .data.* is compressed \('),
+        (archive(LARGE, zipfile.ZIP_BZIP2), 'is compressed'),
         (with_pickle(GOOD_PICKLE), 'w: its entry data/0 is missing'),
-        (with_pickle(GOOD_PICKLE, **{'data/0': bytes(15)}), 'w: expected 16 bytes in entry '
-                                                            'data/0, found 15'),
-        (with_pickle(GOOD_PICKLE, **{'data/0': bytes(16), 'byteorder': b'middle'}), "byteorder: expected "  # noqa: E501
-                                                                                    "little or big, found "  # noqa: E501
-                                                                                    "'middle'"),
-        (with_pickle(b''), 'data.pkl, byte 0: the pickle is damaged or truncated'),
-        (with_pickle(GOOD_PICKLE[:-1]), r'data.pkl, byte \d+: the pickle is damaged or truncated'),
-        (with_pickle(GOOD_PICKLE[: len(GOOD_PICKLE) // 2]), r'data.pkl, byte \d+: the pickle is '
-                                                            r'damaged or truncated'),
-        (with_pickle(b'\x80\x02\xff.'), r'data.pkl, byte \d+: the pickle is damaged'),
-        (with_pickle(b'\x80\x02}}.'), 'expected one object at the end, found 2'),
-        (with_pickle(b'\x80\x02}.'), 'expected a dict of tensors .* found an empty dict'),
-        (with_pickle(b'\x80\x02K\x05.'), 'expected a dict of tensors .* found a int'),
-        (with_pickle(b'\x80\x02N.'), 'expected a dict of tensors .* found nothing'),
-        (with_pickle(b'\x80\x02h\x05.'), 'byte 2: the pickle is damaged or truncated'),
-        (with_pickle(b'\x80\x02s.'), 'byte 2: the pickle is damaged or truncated'),
-        (with_pickle(b'\x80\x02' + b'\x85' * 3 + b'.'), 'byte 2: the pickle is damaged or '
-                                                        'truncated'),
-        (with_pickle(pickle.dumps({'w': 'text'}, protocol=2)), "'w': expected a tensor, found a "
-                                                               "str"),
-        (with_pickle(pickle.dumps({('a',): 1}, protocol=2)), 'expected text or a number as the '
-                                                             'key of a dict, found tuple'),
-        (with_pickle(b'\x80\x02}(X\x01\0\0\0aK\x01X\x01\0\0\0aK\x02u.'), "the key 'a' occurs twice"),  # noqa: E501
-        (with_pickle(pickle.dumps({'w': pathlib.PurePosixPath('x')}, protocol=2)), 'the global "pathlib.* is '  # noqa: E501
-                                                                                   'not allowed'),
-        (with_pickle(pickle.dumps({'w': np.zeros(2)}, protocol=2)), 'the global '
-                                                                    '"numpy.*reconstruct" is not '
-                                                                    'allowed'),
-        (with_pickle(pickle.dumps({'w': len}, protocol=4)), 'the global "builtins.len" is not '
-                                                            'allowed'),
-        (with_pickle(pickle.dumps({'w': {1, 2}}, protocol=4)), 'opcode EMPTY_SET is not allowed'),
-        (with_pickle(b'cos\nsystem\n(S"echo"\ntR.'), 'byte 0: the global "os.system" is not '
-                                                     'allowed: such a file could run code'),
-        (with_pickle(b'ctorch.storage\n_load_from_bytes\n.'), 'global '
-                                                              '"torch.storage._load_from_bytes" '
-                                                              'is not allowed'),
-        (with_pickle(b'(icollections\nOrderedDict\n.'), 'opcode INST is not allowed'),
-        (with_pickle(b'ctorch\nFloatStorage\n)R.'), 'found a call of something that is not a '
-                                                    'function of the format'),
-        (with_pickle(b'\x80\x02K\x01Q.'), 'expected a reference to a storage'),
-        (with_pickle(b'ccollections\nOrderedDict\n}b.'), 'attributes are set on something that '
-                                                         'is not a dict'),
-        (one_tensor(4, 0, (2, 3), (3, 1)), r'ends at element 5 of a storage of 4 elements'),
-        (one_tensor(4, 1, (4,), (1,)), r'ends at element 4 of a storage of 4 elements'),
-        (one_tensor(4, -1, (2,), (1,)), 'impossible offset'),
-        (one_tensor(4, 0, (-2,), (1,)), 'impossible offset'),
-        (one_tensor(4, 0, (2,), (-1,)), 'impossible offset'),
-        (one_tensor(4, 0, (2**63,), (0,)), 'impossible offset'),
-        (one_tensor(4, 0, (1,) * 40, (1,) * 40), 'impossible offset'),
-        (one_tensor(4, 0, (10**9, 10**6), (0, 0)), 'has 1,000,000,000,000,000 elements, but only '
-                                                   '4 are stored'),
-        (one_tensor(4, 0, (2, 2), (2,)), r'expected a tensor as \(storage, offset, shape, stride\)'),  # noqa: E501
-        (one_tensor(4, 0, (0, 10**12), (1, 1)), 'expected a tensor with elements'),
-        (one_tensor(10**15, 0, (2,), (1,)), 'expected 4,000,000,000,000,000 bytes in entry '
-                                            'data/0, found 16'),
-        (one_tensor(-4, 0, (2,), (1,)), 'size of 0 or more'),
-        (one_tensor(4, 0, (2,), (1,), b'ComplexFloatStorage'), 'global '
-                                                               '"torch.ComplexFloatStorage" is '
-                                                               'not allowed'),
-        (one_tensor(4, 0, (2,), (1,)), "time_embed.0.weight is missing: this is not a UNet with "
-                                       "guided-diffusion's names"),
+        (with_pickle(GOOD_PICKLE, **{'data/0': bytes(15)}), 'w: expected 16 bytes .*, found 15'),
+        (
+            with_pickle(GOOD_PICKLE, **FOUR, byteorder=b'middle'),
+            "byteorder: expected little or big, found 'middle'",
+        ),
     ],
-)  # fmt: skip
-def test_pt_structure(tmp_path: pathlib.Path, data: bytes, message: str) -> None:
+)
+def test_pt_archives(tmp_path: pathlib.Path, data: bytes, message: str) -> None:
     refuse(tmp_path / 'a.pt', data, message)
+
+
+DAMAGED = 'the pickle is damaged or truncated'
+
+
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        (b'', f'data.pkl, byte 0: {DAMAGED}'),
+        (GOOD_PICKLE[:-1], rf'data.pkl, byte \d+: {DAMAGED}'),
+        (GOOD_PICKLE[: len(GOOD_PICKLE) // 2], rf'data.pkl, byte \d+: {DAMAGED}'),
+        (b'\x80\x02\xff.', r'data.pkl, byte \d+: the pickle is damaged'),
+        (b'\x80\x02}}.', 'expected one object at the end, found 2'),
+        (b'\x80\x02}.', 'expected a dict of tensors .* found an empty dict'),
+        (b'\x80\x02K\x05.', 'expected a dict of tensors .* found a int'),
+        (b'\x80\x02N.', 'expected a dict of tensors .* found nothing'),
+        (b'\x80\x02h\x05.', f'byte 2: {DAMAGED}'),
+        (b'\x80\x02s.', f'byte 2: {DAMAGED}'),
+        (b'\x80\x02' + b'\x85' * 3 + b'.', f'byte 2: {DAMAGED}'),
+        ({'w': 'text'}, "'w': expected a tensor, found a str"),
+        ({('a',): 1}, 'expected text or a number as the key of a dict, found tuple'),
+        (b'\x80\x02}(X\x01\0\0\0aK\x01X\x01\0\0\0aK\x02u.', "the key 'a' occurs twice"),
+        ({'w': pathlib.PurePosixPath('x')}, 'the global "pathlib.* is not allowed'),
+        ({'w': np.zeros(2)}, 'the global "numpy.*reconstruct" is not allowed'),
+        (pickle.dumps({'w': len}, protocol=4), 'the global "builtins.len" is not allowed'),
+        (pickle.dumps({'w': {1, 2}}, protocol=4), 'opcode EMPTY_SET is not allowed'),
+        (
+            b'cos\nsystem\n(S"echo"\ntR.',
+            'byte 0: the global "os.system" is not allowed: such a file could run code',
+        ),
+        (b'ctorch.storage\n_load_from_bytes\n.', r'storage\._load_from_bytes" is not allowed'),
+        (b'(icollections\nOrderedDict\n.', 'opcode INST is not allowed'),
+        (b'ctorch\nFloatStorage\n)R.', 'a call of something that is not a function of the format'),
+        (b'\x80\x02K\x01Q.', 'expected a reference to a storage'),
+        (b'ccollections\nOrderedDict\n}b.', 'attributes are set on something that is not a dict'),
+    ],
+)
+def test_pt_pickles(tmp_path: pathlib.Path, content: object, message: str) -> None:
+    data = content if isinstance(content, bytes) else pickle.dumps(content, protocol=2)
+    refuse(tmp_path / 'a.pt', with_pickle(data), message)
+
+
+@pytest.mark.parametrize(
+    ('tensor', 'message'),
+    [
+        ((4, 0, (2, 3), (3, 1)), r'ends at element 5 of a storage of 4 elements'),
+        ((4, 1, (4,), (1,)), r'ends at element 4 of a storage of 4 elements'),
+        ((4, -1, (2,), (1,)), 'impossible offset'),
+        ((4, 0, (-2,), (1,)), 'impossible offset'),
+        ((4, 0, (2,), (-1,)), 'impossible offset'),
+        ((4, 0, (2**63,), (0,)), 'impossible offset'),
+        ((4, 0, (1,) * 40, (1,) * 40), 'impossible offset'),
+        ((4, 0, (10**9, 10**6), (0, 0)), r'has 1(,000){5} elements, but only 4 are stored'),
+        ((4, 0, (2, 2), (2,)), r'expected a tensor as \(storage, offset, shape, stride\)'),
+        ((4, 0, (0, 10**12), (1, 1)), 'expected a tensor with elements'),
+        ((10**15, 0, (2,), (1,)), r'expected 4(,000){5} bytes in entry data/0, found 16'),
+        ((-4, 0, (2,), (1,)), 'size of 0 or more'),
+        ((4, 0, (2,), (1,), b'ComplexFloatStorage'), r'\.ComplexFloatStorage" is not allowed'),
+        ((4, 0, (2,), (1,)), "is missing: this is not a UNet with guided-diffusion's names"),
+    ],
+)
+def test_pt_tensors(tmp_path: pathlib.Path, tensor: tuple[Any, ...], message: str) -> None:
+    refuse(tmp_path / 'a.pt', with_pickle(tensor_pickle(*tensor), **FOUR), message)
 
 
 def test_pt_never_runs_code(tmp_path: pathlib.Path) -> None:

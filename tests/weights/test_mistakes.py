@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,69 +32,72 @@ from jaxunet.weights import read_weights, write_weights
 from jaxunet.weights.files import METADATA
 
 # --- names and shapes, in both formats
-# ----------------------------------------------------------------------------------------------
-
-
-def without(name: str) -> dict[str, np.ndarray]:
-    return {key: value for key, value in state().items() if key != name}
-
-
-def replaced(name: str, value: Any) -> dict[str, np.ndarray]:
-    return {**state(), name: np.asarray(value, np.float32)}
-
-
-def spoiled(name: str, index: int, value: float) -> dict[str, np.ndarray]:
-    copy = state()[name].copy()
-    copy.flat[index] = value
-    return {**state(), name: copy}
-
-
-STATE_CASES: list[tuple[Callable[[], dict[str, np.ndarray]], str]] = [
-    (lambda: without('out.2.bias'), r'out.2.bias: missing, expected shape \(3,\)'),
-    (lambda: without('time_embed.0.weight'), 'time_embed.0.weight is missing'),
-    (lambda: without('input_blocks.0.0.weight'), 'input_blocks.0.0.weight is missing'),
-    (lambda: without('out.2.weight'), 'out.2.weight is missing'),
-    (lambda: without('middle_block.1.qkv.bias'), 'middle_block.1.qkv.bias: missing'),
-    (lambda: replaced('extra.weight', [1.0]), r'extra.weight: unexpected, shape \(1,\)'),
-    (lambda: replaced('output_blocks.9.0.in_layers.0.weight', [1.0]), 'output_blocks.9.0.in_layers.0.weight: '  # noqa: E501
-                                                                      'unexpected'),
-    (lambda: replaced('input_blocks.77777777.0.op.weight', [1.0]), 'input_blocks.77777777: more '
-                                                                   'blocks than the file has '
-                                                                   'tensors'),
-    (lambda: replaced('out.2.bias', np.zeros(4)), r'out.2.bias: expected shape \(3,\), found '
-                                                  r'\(4,\)'),
-    (lambda: replaced('out.2.weight', np.zeros((5, 32, 3, 3))), 'out.2.weight: expected 3 output '
-                                                                'channels, or 6 .* found 5'),
-    (lambda: replaced('time_embed.0.weight', np.zeros((100, 32))), r'time_embed.0.weight: '
-                                                                   r'expected shape \(4 base, '
-                                                                   r'base\)'),
-    (lambda: replaced('time_embed.0.weight', np.zeros(32)), r'time_embed.0.weight: expected 2 '
-                                                            r'axes, found shape \(32,\)'),
-    (lambda: replaced('input_blocks.0.0.weight', np.zeros((32, 3, 3))), 'input_blocks.0.0.weight: '
-                                                                        'expected 4 axes'),
-    (lambda: spoiled('out.2.weight', 17, np.nan), 'out.2.weight, flat index 17 .*byte .* is nan'),
-    (lambda: spoiled('middle_block.1.qkv.bias', 3, np.inf), 'middle_block.1.qkv.bias, flat index '
-                                                            '3 .*byte .* is inf'),
-    (lambda: {f'model.{name}': value for name, value in state().items()}, r"not a UNet with "
-                                                                          r"guided-diffusion's names "  # noqa: E501
-                                                                          r"\(found \d+ tensors"),
-    (lambda: {'optimizer.mu.out.2.bias': state()['out.2.bias'], **state()}, r'\(moments\): '
-                                                                            r'.*time_embed.0.weight: '  # noqa: E501
-                                                                            r'missing'),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize('extension', ['pt', 'safetensors'])
-@pytest.mark.parametrize('case', range(len(STATE_CASES)))
-def test_state_dicts(tmp_path: pathlib.Path, extension: str, case: int) -> None:
-    make_state, message = STATE_CASES[case]
-    tensors = make_state()
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'out.2.bias': None}, r'out.2.bias: missing, expected shape \(3,\)'),
+        (
+            {'time_embed.0.weight': None},
+            r"is missing: this is not a UNet with guided-diffusion's names \(found \d+ tensors",
+        ),
+        ({'input_blocks.0.0.weight': None}, 'input_blocks.0.0.weight is missing'),
+        ({'out.2.weight': None}, 'out.2.weight is missing'),
+        ({'middle_block.1.qkv.bias': None}, 'middle_block.1.qkv.bias: missing'),
+        ({'extra.weight': [1.0]}, r'extra.weight: unexpected, shape \(1,\)'),
+        (
+            {'output_blocks.9.0.in_layers.0.weight': [1.0]},
+            'output_blocks.9.0.in_layers.0.weight: unexpected',
+        ),
+        (
+            {'input_blocks.77777777.0.op.weight': [1.0]},
+            'input_blocks.77777777: more blocks than the file has tensors',
+        ),
+        ({'out.2.bias': np.zeros(4)}, r'out.2.bias: expected shape \(3,\), found \(4,\)'),
+        (
+            {'out.2.weight': np.zeros((5, 32, 3, 3))},
+            'out.2.weight: expected 3 output channels, or 6 .* found 5',
+        ),
+        (
+            {'time_embed.0.weight': np.zeros((100, 32))},
+            r'time_embed.0.weight: expected shape \(4 base, base\)',
+        ),
+        (
+            {'time_embed.0.weight': np.zeros(32)},
+            r'time_embed.0.weight: expected 2 axes, found shape \(32,\)',
+        ),
+        (
+            {'input_blocks.0.0.weight': np.zeros((32, 3, 3))},
+            'input_blocks.0.0.weight: expected 4 axes',
+        ),
+        ({'out.2.weight': (17, np.nan)}, 'out.2.weight, flat index 17 .*byte .* is nan'),
+        (
+            {'middle_block.1.qkv.bias': (3, np.inf)},
+            'middle_block.1.qkv.bias, flat index 3 .*byte .* is inf',
+        ),
+        ({'optimizer.mu.out.2.bias': np.ones(3)}, r'\(moments\): .*time_embed.0.weight: missing'),
+    ],
+)
+def test_state_dicts(
+    tmp_path: pathlib.Path, extension: str, changes: dict[str, Any], message: str
+) -> None:
+    """None in place of a tensor: it is missing; a pair: one number of it is another."""
+    tensors = state() | changes
+    for name, value in changes.items():
+        if value is None:
+            del tensors[name]
+        elif isinstance(value, tuple):
+            tensors[name] = state()[name].copy()
+            tensors[name].flat[value[0]] = value[1]
+        else:
+            tensors[name] = np.asarray(value, np.float32)
     data = torch_bytes(tensors) if extension == 'pt' else safetensors_bytes(tensors)
     refuse(tmp_path / f'a.{extension}', data, f'(?s){message}', new_attention_order=False, **STATED)
 
 
 # --- .safetensors
-# -----------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
 def one_entry(**changes: Any) -> dict[str, Any]:
@@ -146,45 +148,40 @@ def good_metadata(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize('extension', ['pt', 'safetensors'])
 @pytest.mark.parametrize(
-    ('text', 'message'),
+    ('metadata', 'message'),
     [
         ('{', 'metadata jaxunet_config'),
         ('[]', r'metadata jaxunet_config: expected a JSON object, found .* \(it is \[\]\)'),
         ('{}', 'new_attention_order: expected true or false, found None'),
         ('[' * 100_000, 'metadata jaxunet_config'),
-        (json.dumps(good_metadata(new_attention_order='no')), "new_attention_order: expected "
-                                                              "true or false, found 'no'"),
-        (json.dumps(good_metadata(class_names=['cat'])), r"class_names: expected the names of at "
-                                                         r"most 0 classes, found \['cat'\]"),
-        (json.dumps(good_metadata(class_names=3)), 'class_names: expected the names of at most 0 '
-                                                   'classes, found 3'),
-        (json.dumps(good_metadata(bogus=1)), 'bogus: unknown field'),
-        (json.dumps(good_metadata(model={'base_channels': 'x'})), 'model.base_channels: expected '
-                                                                  'int'),
-        (json.dumps(good_metadata(model={'base_channels': 64})), 'model.base_channels: expected '
-                                                                 '32, found 64'),
-        (json.dumps(good_metadata(model={'base_channels': 2**16})), 'model.base_channels: '
-                                                                    'expected 32, found 65536'),
-        (json.dumps(good_metadata(model={'base_channels': 2**40})), 'model.base_channels: '
-                                                                    'expected at most 65536'),
-        (json.dumps(good_metadata(model={'num_res_blocks': 10**9})), 'model.num_res_blocks: '
-                                                                     'expected at most 64'),
-        (json.dumps(good_metadata(model={'channel_mult': [float('inf')]})), 'metadata '
-                                                                            'jaxunet_config'),
-        (json.dumps(good_metadata(model={'num_classes': 10})), 'model.num_classes: expected 0, '
-                                                               'found 10'),
-        (json.dumps(good_metadata(model={'num_head_channels': 24})), 'model.num_head_channels: '
-                                                                     '24 does not divide'),
-        (json.dumps(good_metadata(model={'scale_shift_norm': True})), r'emb_layers.1.weight: '
-                                                                      r'expected shape \(64, 128\)'),  # noqa: E501
+        ({'new_attention_order': 'no'}, "new_attention_order: expected true or false, found 'no'"),
+        (
+            {'class_names': ['cat']},
+            r"class_names: expected the names of at most 0 classes, found \['cat'\]",
+        ),
+        ({'class_names': 3}, 'class_names: expected the names of at most 0 classes, found 3'),
+        ({'bogus': 1}, 'bogus: unknown field'),
+        ({'model': {'base_channels': 'x'}}, 'model.base_channels: expected int'),
+        ({'model': {'base_channels': 64}}, 'model.base_channels: expected 32, found 64'),
+        ({'model': {'base_channels': 2**16}}, 'model.base_channels: expected 32, found 65536'),
+        ({'model': {'base_channels': 2**40}}, 'model.base_channels: expected at most 65536'),
+        ({'model': {'num_res_blocks': 10**9}}, 'model.num_res_blocks: expected at most 64'),
+        ({'model': {'channel_mult': [float('inf')]}}, 'metadata jaxunet_config'),
+        ({'model': {'num_classes': 10}}, 'model.num_classes: expected 0, found 10'),
+        ({'model': {'num_head_channels': 24}}, 'model.num_head_channels: 24 does not divide'),
+        ({'model': {'scale_shift_norm': True}}, r'emb_layers.1.weight: expected shape \(64, 128\)'),
     ],
-)  # fmt: skip
-def test_metadata(tmp_path: pathlib.Path, extension: str, text: str, message: str) -> None:
+)
+def test_metadata(
+    tmp_path: pathlib.Path, extension: str, metadata: str | dict[str, Any], message: str
+) -> None:
+    """Text in place of the metadata, or changes of good ones."""
+    text = metadata if isinstance(metadata, str) else json.dumps(good_metadata(**metadata))
     build = torch_bytes if extension == 'pt' else safetensors_bytes
     refuse(tmp_path / f'a.{extension}', build(state(), {METADATA: text}), message)
 
 
-# --- the path, the caller, the disk -----------------------------------------------------------------------------------------------  # noqa: E501
+# --- the path, the caller, the disk
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from support.commands import ROOT, call
-from support.weight_cases import STATED, UNETCU_SMALL, make, random_params, torch_bytes
+from support.weight_cases import (
+    STATED,
+    UNETCU_SMALL,
+    make,
+    moments_of,
+    random_params,
+    same,
+    torch_bytes,
+)
 
 from jaxunet.weights import ddpm_torch, guided_diffusion, read_weights, write_weights
 from jaxunet.weights.names import from_tree
@@ -21,10 +27,6 @@ TWO_HEADS = make(num_heads=2, num_head_channels=0)
 
 def export(source: pathlib.Path, output: pathlib.Path, *flags: str, code: int = 0) -> str:
     return call('jaxunet.export', f'--checkpoint={source}', f'--output={output}', *flags, code=code)
-
-
-def same(found: Any, expected: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -60,7 +62,7 @@ def test_there_and_back(tmp_path: pathlib.Path, first: str, second: str) -> None
 
 def test_moments_are_converted_too(tmp_path: pathlib.Path) -> None:
     params = random_params(TWO_HEADS)
-    moments = random_params(TWO_HEADS, 1), jax.tree.map(np.square, random_params(TWO_HEADS, 2))
+    moments = moments_of(TWO_HEADS)
     first, second = tmp_path / 'a.safetensors', tmp_path / 'b.safetensors'
     write_weights(first, params, TWO_HEADS, moments, new_attention_order=True)
     export(first, second, '--with_optimizer', '--output_order=legacy')

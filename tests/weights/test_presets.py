@@ -6,7 +6,6 @@ import pathlib
 import re
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from support.published import (
     digest,
     parsed,
 )
-from support.weight_cases import make, random_params, torch_bytes
+from support.weight_cases import make, random_params, same, torch_bytes
 
 from configs.cifar10 import get_config
 from jaxunet.checkpoint.optimizer import learning_rate_schedule
@@ -102,10 +101,7 @@ def test_a_preset_has_the_config_of_ddpm_torch(name: str) -> None:
 
 @pytest.mark.parametrize(
     ('name', 'table'),
-    [
-        ('iddpm_cifar10_cosine', guided_diffusion.table),
-        ('ddpm_torch_cifar10', ddpm_torch.table),
-    ],
+    [('iddpm_cifar10_cosine', guided_diffusion.table), ('ddpm_torch_cifar10', ddpm_torch.table)],
 )
 def test_a_preset_has_the_tensors_of_its_program(name: str, table: Any) -> None:
     """Names and shapes are those of the program's own network, at full size."""
@@ -208,7 +204,7 @@ def test_export_keeps_the_order_of_a_file(guided: pathlib.Path, tmp_path: pathli
     weights = read_weights(path)
     assert weights.new_attention_order
     assert weights.config.diffusion.time_scale == 0.25
-    jax.tree.map(np.testing.assert_array_equal, weights.params, params)
+    same(weights.params, params)
     with (
         open(path, 'rb') as a,
         open(guided, 'rb') as b,
@@ -227,8 +223,7 @@ def test_fresh_weights(tmp_path: pathlib.Path) -> None:
     assert out.startswith('fresh weights of seed 3 -> ')
     weights = read_weights(path)
     assert weights.config.seed == 3
-    expected = fresh_state(weights.config).params
-    jax.tree.map(np.testing.assert_array_equal, weights.params, expected)
+    same(weights.params, fresh_state(weights.config).params)
     chosen = [f'--config={ROOT / "configs" / "images.py"}', '--config.data.path=digits:']
     call('jaxunet.export', '--init', f'--output={path}', *chosen)
     assert read_weights(path).config.image_shape == (8, 8, 1)
