@@ -3,7 +3,6 @@
 import io
 import itertools
 import json
-import os
 import re
 import shutil
 import sys
@@ -167,7 +166,7 @@ def test_dry_run(tmp_path):
     out = call(
         'jaxunet.train',
         '--dry_run',
-        f'--config={os.path.dirname(__file__)}/../../configs/elephants64.py',
+        f'--config={ROOT}/configs/elephants64.py',
         '--config.data.path=elefants64.zip',
         '--config.data.classes=big dogs',
         '--config.evaluation.metrics=fid,kid',
@@ -283,7 +282,7 @@ def test_a_run_is_not_written_between_its_images(tmp_path):
 def test_dry_run_tells_of_classes_and_of_a_long_run_on_a_cpu(tmp_path):
     image = encoded(random_pixels(0, (20, 30, 3)))
     folder = put(tmp_path, {'cat/0.png': image, 'dog/0.png': image}, 'folder')
-    config = f'--config={os.path.dirname(__file__)}/../../configs/images.py'
+    config = f'--config={ROOT}/configs/images.py'
     dry = ['jaxunet.train', '--dry_run', config, f'--config.data.path={folder}']
     dry += ['--config.train.steps=1000000000', *NETWORK]
     (code, _, unused), (failed, _, few) = call_each(
@@ -321,7 +320,7 @@ def test_a_path_is_enough_for_images(tmp_path):
     """configs/images.py, with the path as a word of its own, as the page shows it without `=`."""
     files = {f'{i}.png': encoded(random_pixels(i, (20 + i, 30, 3))) for i in range(3)}
     folder = put(tmp_path, files, 'folder')
-    config = f'--config={os.path.dirname(__file__)}/../../configs/images.py'
+    config = f'--config={ROOT}/configs/images.py'
     dry = ['--dry_run', config, '--config.train.minutes=3', '--config.data.path', str(folder)]
     out = call('jaxunet.train', *dry)
     assert 'train.minutes=3: a run times its step first, and takes as many steps as fit' in out

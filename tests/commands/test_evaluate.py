@@ -5,14 +5,13 @@ have.
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from support.commands import call
+from support.commands import call, call_each
 from support.data_files import encoded, put
 from support.inception_case import random_state
 from support.untrained_features import write_untrained
@@ -241,6 +240,7 @@ def test_nearest_training_images(tmp_path):
 
 
 MISTAKES = [
+    ([], '--samples, --checkpoint: expected one of them, found none'),
     (
         ['--samples=S', '--metrics=fdi'],
         '--metrics: expected some of fid, sfid, kid, precision, recall, copies, inception_score, '
@@ -316,51 +316,27 @@ MISTAKES = [
     ),
     (['--samples=S', '--reference=B', '--features=F'], '1.png: cannot be decoded'),
 ]
-# One process for all: most of its time goes into starting.
-SCRIPT = """
-import json, sys
-from absl import flags
-from jaxunet.evaluate import __main__ as evaluate
-from jaxunet.runtime.errors import UserError
-found = []
-for arguments in json.loads(sys.argv[1]):
-    for name in ('samples', *(flag.name for flag in
-    flags.FLAGS.get_key_flags_for_module(evaluate))):
-        flags.FLAGS[name].unparse()
-    try:
-        flags.FLAGS(['evaluate', *arguments])
-        evaluate.main(['evaluate'])
-        found.append('')
-    except (UserError, flags.Error) as error:
-        found.append(str(error))
-print(json.dumps(found))
-"""
 
 
-def test_mistakes(tmp_path):
+def test_mistakes(tmp_path, monkeypatch):
     samples = tmp_path / 's.npz'
     np.savez(samples, images=pixels(4, 0))
     good = encoded(pixels(1, 0)[0])
     bad = put(tmp_path, {'0.png': good, '1.png': good[:100]}, 'zip')
     features = write_untrained(tmp_path, side=16)
     files = {'=S': f'={samples}', '=B': f'={bad}', '=F': f'={features}'}
-    asked = [[a[:-2] + files.get(a[-2:], a[-2:]) for a in arguments] for arguments, _ in MISTAKES]
-    environment = os.environ | {
-        'JAX_PLATFORMS': 'cpu',
-        'XDG_CACHE_HOME': str(tmp_path / 'cache'),
-        'https_proxy': 'http://127.0.0.1:9',  # refuses
-    }
-    done = subprocess.run(
-        [sys.executable, '-c', SCRIPT, json.dumps(asked)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    for (_, message), found in zip(MISTAKES, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        assert message in found
-    assert '--samples, --checkpoint: expected one of them, found none' in run(
-        code=2, cache=tmp_path / 'cache'
-    )
-    assert {p.name for p in tmp_path.iterdir()} <= {'s.npz', 'random.npz', 'images.zip', 'cache'}
+    commands = [
+        ['jaxunet.evaluate', *(a[:-2] + files.get(a[-2:], a[-2:]) for a in arguments)]
+        for arguments, _ in MISTAKES
+    ]
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+    monkeypatch.setenv('https_proxy', 'http://127.0.0.1:9')  # refuses
+    (folder := tmp_path / 'folders').mkdir()
+    results = call_each(commands, folder)
+    for (arguments, message), (code, _, error) in zip(MISTAKES, results, strict=True):
+        assert code == 2, (arguments, error)
+        assert message in error, arguments
+        assert 'Traceback' not in error, arguments
+    assert not [*folder.glob('*/*')]
+    made = {p.name for p in tmp_path.iterdir()}
+    assert made <= {'s.npz', 'random.npz', 'images.zip', 'cache', 'folders'}

@@ -6,14 +6,13 @@ import json
 import pathlib
 import re
 
-import jax
 import numpy as np
 import pytest
 from support.commands import ROOT, Fork
 from support.tiny import tiny_config
 from support.untrained_features import write_untrained
+from support.weight_cases import random_params
 
-from jaxunet.checkpoint.state import fresh_state
 from jaxunet.weights import write_weights
 
 # Loses the streams, as a shell or a terminal does, and becomes the command.
@@ -59,8 +58,7 @@ def inputs(tmp_path_factory):
     """A folder with the files that the commands read."""
     folder = tmp_path_factory.mktemp('inputs')
     config = tiny_config()
-    params = jax.tree.map(np.asarray, fresh_state(config).params)
-    write_weights(folder / 'w.safetensors', params, config)
+    write_weights(folder / 'w.safetensors', random_params(config), config)
     rng = np.random.default_rng(0)
     for name in ('a', 'b'):
         images = rng.integers(0, 256, (16, 8, 8, 3), dtype=np.uint8)

@@ -4,45 +4,19 @@ from __future__ import annotations
 
 import os
 import pathlib
-import subprocess
-import sys
 import zipfile
 
 import numpy as np
 import pytest
 from PIL import Image
-from support.commands import call
+from support.commands import Fork, call
 from support.data_files import encoded, everything, put, random_pixels, write_folder
+from support.full_disk import full_disk
 
 from jaxunet import prepare_data
 from jaxunet.data.reading import Reading
 from jaxunet.data.sources import open_source
 from jaxunet.runtime.errors import UserError
-
-ROOT = pathlib.Path(prepare_data.__file__).resolve().parents[1]
-
-
-def run(
-    *flags: str, cwd: pathlib.Path, limit: int | None = None
-) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own, that may write files of at most `limit` KiB (as on
-    a full disk).
-    """
-    limited = [] if limit is None else ['bash', '-c', f'ulimit -f {limit}; exec "$@"', 'bash']
-    return subprocess.run(
-        [*limited, sys.executable, '-m', 'jaxunet.prepare_data', *flags],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=cwd,
-        env={
-            **os.environ,
-            'PYTHONPATH': str(ROOT),
-            'JAX_PLATFORMS': 'cpu',
-            'PYTHONDONTWRITEBYTECODE': '1',
-        },
-        check=False,
-    )
 
 
 def unetcu_bytes(folder: pathlib.Path) -> bytes:
@@ -104,12 +78,14 @@ def test_bin_is_unetcus(tmp_path, capsys):
 
 def test_real_bin_is_unetcus(tmp_path, shared_dir):
     path = shared_dir / 'data' / 'elephants64.zip'
-    done = run('--input', str(path), '--output', 'deep/out.bin', '--image_size', '64', cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (
+    flags = ('--input', path, '--output', 'deep/out.bin', '--image_size', '64')
+    process = Fork(['jaxunet.prepare_data', *flags], folder=tmp_path)
+    out, error = process.communicate()
+    assert (process.returncode, out) == (
         0,
         'deep/out.bin: 500 images of 64x64x3; 0 files left out\n',
     )
-    assert '500/500' in done.stderr  # the progress bar
+    assert '500/500' in error  # the progress bar
     with zipfile.ZipFile(path) as archive:
         archive.extractall(tmp_path / 'set')
     assert (tmp_path / 'deep' / 'out.bin').read_bytes() == unetcu_bytes(tmp_path / 'set')
@@ -237,24 +213,13 @@ def test_between_formats(tmp_path, capsys):
 @pytest.mark.parametrize('output', ['out.bin', 'out.npz'])
 def test_a_full_disk_leaves_the_old_file(tmp_path, output):
     (tmp_path / output).write_bytes(b'old')
-    done = run(
-        '--input',
-        'digits:',
-        '--output',
-        output,
-        '--image_size',
-        '32',
-        '--channels',
-        '1',
-        cwd=tmp_path,
-        limit=100,
-    )
-    assert done.returncode == 2
+    flags = ('--input=digits:', f'--output={output}', '--image_size=32', '--channels=1')
+    with full_disk(100 * 1024):
+        error = call('jaxunet.prepare_data', *flags, code=2, folder=tmp_path, fresh=True)
     assert (
         f'error: --output: {output}: cannot be written: File too large; check the folder, its '
-        'permissions and the free space' in done.stderr
+        'permissions and the free space' in error
     )
-    assert 'Traceback' not in done.stderr
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [(output, b'old')]
 
 

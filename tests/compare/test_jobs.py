@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import pathlib
-import shutil
 import zipfile
 
 import pytest
@@ -78,7 +76,7 @@ def test_two_jobs_of_one_name_are_refused(job, tmp_path):
 
 def test_the_committed_jobs_are_valid():
     endings = ('endings', 'endings_costs', 'endings_tiny')
-    for part in ('all', 'twenty', 'alone', 'costs', 'rates', 'digits', 'tiny', *endings):
+    for part in ('all', 'minute', 'alone', 'costs', 'digits', 'tiny', *endings):
         found = read_jobs(f'{JOBS}:{part}', '/data')
         assert all(isinstance(job, Job) for job in found)
     with pytest.raises(UserError, match='one of all, objects, minute, three, ten, images'):
@@ -127,22 +125,6 @@ def test_the_rate_that_a_recipe_leaves_open_goes_with_the_schedule_of_the_runs()
         (falling.load_config(), ('linear', 8e-4)),
     ):
         assert (config.optimizer.schedule, config.optimizer.learning_rate) == chosen
-
-
-def test_times_with_rows_keep_their_samplers(tmp_path):
-    """Other samplers of such a time are a part of their own; new times have all of them."""
-    shutil.copyfile(JOBS, tmp_path / 'jobs.py')
-    known = {'data': 'objects64', 'case': 'flow', 'seed': 1, 'seconds': 180}
-    (tmp_path / 'rows.jsonl').write_text(json.dumps(known) + '\n')
-    found = {
-        part: {(job.case, job.seed): job for job in read_jobs(f'{tmp_path}/jobs.py:{part}', '/d')}
-        for part in ('objects', 'minute', 'three', 'twenty')
-    }
-    few, more = ('heun:25', 'dpmpp_2m:20', 'ddpm:50'), ('heun:10', 'ddpm:20')
-    assert found['objects']['flow', 1].samplers == found['three']['flow', 1].samplers == few
-    assert found['objects']['flow', 0].samplers == found['minute']['flow', 1].samplers == few + more
-    ((name, job),) = found['twenty'].items()
-    assert (name, job.seconds, job.samplers) == (('flow', 1), (180,), more)
 
 
 def cost_row(**ratios):

@@ -241,16 +241,3 @@ def free_port():
     with socket.socket() as listener:
         listener.bind(('localhost', 0))
         return listener.getsockname()[1]
-
-
-def gone(pid, seconds=10):
-    """Returns True if a process ends within `seconds`; a zombie counts as ended."""
-    stat = pathlib.Path('/proc', pid, 'stat')
-    for _ in range(seconds * 10):
-        try:
-            if ' Z ' in stat.read_text():
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.1)
-    return False

@@ -8,6 +8,7 @@ This command writes the golden numbers again; besides the package it needs torch
 from __future__ import annotations
 
 import pathlib
+from unittest import mock
 
 import numpy as np
 
@@ -64,14 +65,8 @@ def of_pytorch_fid(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if name.endswith('bn.weight')
     }
     tensors = {**{name: torch.from_numpy(value) for name, value in state.items()}, **counters}
-    download, theirs.load_state_dict_from_url = (
-        theirs.load_state_dict_from_url,
-        lambda *_, **__: tensors,
-    )
-    try:
+    with mock.patch.object(theirs, 'load_state_dict_from_url', return_value=tensors):
         network, whole = theirs.InceptionV3([3]).eval(), theirs.fid_inception_v3().eval()
-    finally:
-        theirs.load_state_dict_from_url = download
     inner = [
         'Conv2d_1a_3x3 Conv2d_2a_3x3 Conv2d_2b_3x3 maxpool1',
         'Conv2d_3b_1x1 Conv2d_4a_3x3 maxpool2',

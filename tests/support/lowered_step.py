@@ -114,15 +114,8 @@ def text(lowered: jax.stages.Lowered) -> str:
         def renamed(match: re.Match[str]) -> str:
             return numbers.get(match[1] or match[2], match[0])
 
-        return (
-            '\n'.join(
-                [
-                    *others,
-                    *(names.sub(renamed, _assembly(functions[name])) for name in order),
-                ]
-            )
-            + '\n'
-        )
+        ordered = [names.sub(renamed, _assembly(functions[name])) for name in order]
+        return '\n'.join([*others, *ordered]) + '\n'
 
 
 def _children(op: ir.Operation) -> list[ir.Operation]:

@@ -14,6 +14,7 @@ from jaxunet.config import Config
 from jaxunet.config.schema import Fields
 from jaxunet.weights import ddpm_torch
 from jaxunet.weights.names import Entry
+from support.weight_cases import NETWORK
 
 # Options that files of ddpm-torch and of ADM networks do not state.
 LINEAR: Fields = {
@@ -22,17 +23,8 @@ LINEAR: Fields = {
     'diffusion_steps': 1000,
     'objective': 'epsilon',
 }
-SMALL: Fields = {
-    'image_channels': 3,
-    'base_channels': 32,
-    'channel_mult': (1, 2),
-    'num_res_blocks': 1,
-    'attention_resolutions': (8,),
-    'num_classes': 0,
-    'label_dropout': 0.0,
-}
 DDPM = Config().replace(
-    model=SMALL | ddpm_torch.FIXED | {'conv_resample': True, 'init': 'ddpm'},
+    model=NETWORK | ddpm_torch.FIXED | {'conv_resample': True, 'init': 'ddpm'},
     data={'image_size': (SIDE,)},
 )
 FIXTURES = pathlib.Path(__file__).parents[1] / 'fixtures'

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from jaxunet.config import Config, resolve, to_dict
+from jaxunet.config.schema import Fields
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights import guided_diffusion, read_weights
 from jaxunet.weights.inference import Stated
@@ -25,23 +26,22 @@ from jaxunet.weights.torch_file import write_torch
 from jaxunet.weights.torch_pickle import dump
 from jaxunet.weights.unetcu import MAGIC, Header, config_of
 
+NETWORK: Fields = {
+    'image_channels': 3,
+    'base_channels': 32,
+    'channel_mult': (1, 2),
+    'num_res_blocks': 1,
+    'attention_resolutions': (8,),
+    'num_classes': 0,
+    'label_dropout': 0.0,
+}
 UNETCU_SMALL = config_of(Header(MAGIC, 2, 3, 32, 3, 16, 16, 1000, 0, 0))
 
 
 def make(size: tuple[int, ...] = (16,), *, learn_sigma: bool = False, **model: object) -> Config:
     """A small unconditional ADM config with changes to its model."""
-    base = {
-        'image_channels': 3,
-        'base_channels': 32,
-        'channel_mult': (1, 2),
-        'num_res_blocks': 1,
-        'attention_resolutions': (8,),
-        'num_head_channels': 32,
-        'num_classes': 0,
-        'label_dropout': 0.0,
-    }
     changes = {
-        'model': base | model,
+        'model': NETWORK | {'num_head_channels': 32} | model,
         'diffusion': {'learn_sigma': learn_sigma},
         'data': {'image_size': size},
     }

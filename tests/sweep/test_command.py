@@ -10,7 +10,8 @@ import time
 
 import jax
 import pytest
-from support.commands import call, gone
+from support.commands import call
+from support.processes import assert_ended
 from support.settings import QUICK
 from support.tiny import flags
 
@@ -169,5 +170,5 @@ def test_a_stopped_sweep_takes_its_point_along(tmp_path):
     timer.cancel()
     assert process.returncode == 130
     assert 'stopped; the same command goes on from here' in err
-    assert gone(child)
+    assert_ended(int(child))
     assert not (tmp_path / 'results.jsonl').exists()

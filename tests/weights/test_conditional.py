@@ -18,7 +18,7 @@ from conditional_golden import CLASSES, LABELS, LOW_RES, RESPACING, SCALE, predi
 from peers_golden import SIDE, T
 from support.peer_values import FIXTURES, QUICK, close, pictures, state_of
 from support.published import digest
-from support.weight_cases import safetensors_bytes, same, torch_bytes
+from support.weight_cases import NETWORK, safetensors_bytes, same, torch_bytes
 
 from jaxunet.config import Config, resolve, to_dict
 from jaxunet.diffusion.objectives import per_sample_loss
@@ -44,18 +44,7 @@ from jaxunet.weights.fields import network_fields
 from jaxunet.weights.presets import PRESETS
 
 GOLDEN = np.load(FIXTURES / 'conditional_golden.npz')
-ADM = {
-    'image_channels': 3,
-    'base_channels': 32,
-    'channel_mult': (1, 2),
-    'num_res_blocks': 1,
-    'attention_resolutions': (8,),
-    'num_head_channels': 16,
-    'scale_shift_norm': True,
-    'resblock_updown': True,
-    'num_classes': 0,
-    'label_dropout': 0.0,
-}
+ADM = NETWORK | {'num_head_channels': 16, 'scale_shift_norm': True, 'resblock_updown': True}
 
 
 def config(model: dict[str, Any] | None = None, **diffusion: Any) -> Config:

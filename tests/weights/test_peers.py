@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from peers_golden import SIDE, STEPS, T
-from support.peer_values import FIXTURES, LINEAR, QUICK, SMALL, close, pictures, state_of
-from support.weight_cases import UNETCU_SMALL, random_params, same, torch_bytes
+from support.peer_values import FIXTURES, LINEAR, QUICK, close, pictures, state_of
+from support.weight_cases import NETWORK, UNETCU_SMALL, random_params, same, torch_bytes
 
 from jaxunet.checkpoint.load import load_initial
 from jaxunet.config import Config, resolve, to_dict
@@ -35,7 +35,7 @@ from jaxunet.weights.torch_file import TorchFile
 
 GOLDEN = np.load(FIXTURES / 'peers_golden.npz')
 COSINE = LINEAR | {'schedule': 'cosine', 'diffusion_steps': STEPS, 'num_heads': 2}
-ADM = SMALL | {'scale_shift_norm': True}
+ADM = NETWORK | {'scale_shift_norm': True}
 
 
 def config(model: dict[str, Any], **diffusion: Any) -> Config:

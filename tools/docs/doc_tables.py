@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import operator
 import pathlib
 import re
 import statistics
@@ -26,6 +26,7 @@ from tools.docs import (
     step_table,
     width_tables,
 )
+from tools.docs.recipe_tables import all_of
 from tools.sanitizer import sanitizer_rows
 
 RESULTS = pathlib.Path(__file__).parents[2] / 'docs/results'
@@ -37,16 +38,17 @@ WEIGHTS = {  # the files of tools/gpu/starts.py
     'workdir': 'a run',
 }
 SLOW = 0.9
+COMMIT = operator.itemgetter('git')
 
 
-def read_lines(path: str) -> list[Row]:
-    """The rows of a JSON-lines file under docs/results."""
-    return [json.loads(line) for line in (RESULTS / path).read_text().splitlines()]
+def read(path: str) -> list[Row]:
+    """The rows of a file under docs/results."""
+    return rows.read(RESULTS / path)
 
 
 def steps() -> str:
     """Every side of every whole-step benchmark."""
-    return benchmark_table.markdown(rows.read(RESULTS / 'step/rows.jsonl'))
+    return benchmark_table.markdown(read('step/rows.jsonl'))
 
 
 def portable_steps() -> str:
@@ -56,7 +58,7 @@ def portable_steps() -> str:
     """
     newest = {
         (pathlib.Path(row['config']).stem, row['batch_size']): row
-        for row in read_lines('step/turns.jsonl')
+        for row in read('step/turns.jsonl')
         # The precision of the config, bfloat16.
         if {'portable', 'ada'} <= set(row['kernels']) and 'precision' not in row
     }
@@ -78,67 +80,51 @@ def portable_steps() -> str:
 
 def kernels() -> str:
     """XLA's time over the kernels', by op, direction and batch."""
-    return kernel_table.summary(rows.read(RESULTS / 'kernels/rows.jsonl'))
+    return kernel_table.summary(read('kernels/rows.jsonl'))
 
 
 def slow_kernels() -> str:
     """The cases where XLA needs less than `SLOW` of a kernel's time, the slowest first."""
     slow = [
-        row
-        for row in kernel_table.by_backend(rows.read(RESULTS / 'kernels/rows.jsonl'))
-        if row['ratio'] < SLOW
+        row for row in kernel_table.by_backend(read('kernels/rows.jsonl')) if row['ratio'] < SLOW
     ]
-    return markdown.table(
-        ('op', 'direction', 'batch', 'case', 'backend', 'µs', "XLA's µs", 'ratio', 'commit'),
+    head = ('op', 'direction', 'batch', 'case', 'backend', 'µs', "XLA's µs", 'ratio', 'commit')
+    body = (
         (
-            (
-                row['op'],
-                row['direction'],
-                str(row['batch']),
-                row['case'],
-                row['backend'],
-                f'{row["us"]:.1f}',
-                f'{row["us_xla"]:.1f}',
-                f'{row["ratio"]:.2f}',
-                str(row['git']),
-            )
-            for row in sorted(slow, key=lambda row: row['ratio'])
-        ),
+            *(row[name] for name in ('op', 'direction', 'batch', 'case', 'backend')),
+            f'{row["us"]:.1f}',
+            f'{row["us_xla"]:.1f}',
+            f'{row["ratio"]:.2f}',
+            row['git'],
+        )
+        for row in sorted(slow, key=lambda row: row['ratio'])
     )
+    return markdown.table(head, body)
 
 
 def training_runs() -> str:
     """The complete training runs of elephants64."""
-    head = (
-        'commit',
-        'device',
-        'precision, batch',
-        'step ms, median (quartiles)',
-        'steps',
-        'training s',
-        'final loss',
-    )
-    return markdown.table(
-        head,
+    step = 'step ms, median (quartiles)'
+    head = ('commit', 'device', 'precision, batch', step, 'steps', 'training s', 'final loss')
+    body = (
         (
-            (
-                row['git'],
-                row['device'],
-                f'{row["precision"]}, {row["batch"]}',
-                '{:.2f} ({:.2f} to {:.2f})'.format(row['median_ms'], *row['quartiles_ms']),
-                f'{row["steps"]:,}',
-                f'{row["training_seconds"]:.0f}',
-                str(row['final_loss']),
-            )
-            for row in read_lines('elephants64/rows.jsonl')
-        ),
+            row['git'],
+            row['device'],
+            f'{row["precision"]}, {row["batch"]}',
+            '{:.2f} ({:.2f} to {:.2f})'.format(row['median_ms'], *row['quartiles_ms']),
+            f'{row["steps"]:,}',
+            f'{row["training_seconds"]:.0f}',
+            row['final_loss'],
+        )
+        for row in read('elephants64/rows.jsonl')
     )
+    return markdown.table(head, body)
 
 
 def starts() -> str:
     """Seconds from the command to the first step or picture, with an empty cache and a kept one."""
     seconds: dict[tuple[str, str], dict[str, str]] = {}
-    for row in read_lines('start/commands.jsonl'):
+    for row in read('start/commands.jsonl'):
         did = {'train': 'training', 'sample': 'sampling from ' + WEIGHTS[row['checkpoint']]}
         key = did[row['task']], row['precision']
         seconds.setdefault(key, {})[row['cache']] = f'{row["first_s"]:.1f}'
@@ -150,7 +136,7 @@ def starts() -> str:
 
 def fuzz() -> str:
     """Cases that fuzzing runs by hand have tried, by part; the newest row of each reader counts."""
-    newest = {row['case']: row for row in read_lines('fuzz/rows.jsonl')}
+    newest = {row['case']: row for row in read('fuzz/rows.jsonl')}
     parts: dict[str, list[Row]] = {}
     for case, row in newest.items():
         own = case in ('configs', 'trained steps') or case.startswith('handlers')
@@ -166,14 +152,13 @@ def fuzz() -> str:
         for part, counts in parts.items()
     ]
     row = next(iter(newest.values()))
-    commits = ', '.join(dict.fromkeys(str(row['git']) for row in newest.values()))
     gpus = dict.fromkeys(r['device'] for r in newest.values() if r['device'] != 'cpu')
     where = ' and '.join(['On a CPU', *gpus])
     head = ('part', 'cases', 'refused', 'accepted', 'faults', 'slowest, s')
     return (
         f'{markdown.table(head, body)}\n\n'
         f'{where}; Python {row["versions"]["python"]}, jax {row["versions"]["jax"]}, '
-        f'hypothesis {row["libraries"]["hypothesis"]}; commit {commits}. '
+        f'hypothesis {row["libraries"]["hypothesis"]}; commit {all_of(newest.values(), COMMIT)}. '
         'Rows by reader: `docs/results/fuzz/rows.jsonl`.'
     )
 
@@ -181,7 +166,7 @@ def fuzz() -> str:
 def matrix() -> str:
     """Tests passed by version of JAX and part of the suite; the newest row of each counts."""
     newest: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in read_lines('matrix/rows.jsonl'):
+    for row in read('matrix/rows.jsonl'):
         by_part = newest.setdefault((row['versions']['jax'], row['versions']['python']), {})
         by_part[row['part']] = row
     parts = dict.fromkeys(part for by_part in newest.values() for part in by_part)
@@ -199,7 +184,7 @@ def matrix() -> str:
             (
                 *versions,
                 *(cell(by_part.get(part)) for part in parts),
-                ', '.join(dict.fromkeys(str(row['git']) for row in by_part.values())),
+                all_of(by_part.values(), COMMIT),
             )
             for versions, by_part in newest.items()
         ),
@@ -225,17 +210,18 @@ def golden() -> str:
         tolerance = min(row['tolerance'] for row in by_version.values())
         lines.append((run, f'{mean:.5f}', *(f'{value:.1e}' for value in far), f'{tolerance:.3f}'))
     head = ('run', f'loss on {first}, steps 181 to 200', *(f'distance on {v}' for v in others))
-    commits = ', '.join(
-        dict.fromkeys(
-            str(row['git']) for by_version in by_case.values() for row in by_version.values()
-        )
-    )
-    return f'{markdown.table((*head, "tolerance"), lines)}\n\nOn a CPU, commit {commits}.'
+    every = [row for by_version in by_case.values() for row in by_version.values()]
+    table = markdown.table((*head, 'tolerance'), lines)
+    return f'{table}\n\nOn a CPU, commit {all_of(every, COMMIT)}.'
 
 
 def where_the_time_goes() -> str:
     """GPU milliseconds of a step of elephants64 by class of kernel, beside their floors."""
-    by_class = {(row['class'], row['batch_size']): row for row in totals('budget/rows.jsonl')}
+    by_class = {
+        (row['class'], row['batch_size']): row
+        for row in read('budget/rows.jsonl')
+        if row['level'] is None and row['config'] == 'elephants64'
+    }
     small, large = step_table.BATCHES
     names = sorted(
         (name for name, batch in by_class if batch == large and name != 'step'),
@@ -258,12 +244,6 @@ def where_the_time_goes() -> str:
         f'{row["git"]}; {row["ops"]}; matrix product {row["matmul_flops"] / 1e12:.0f} TFLOP/s, '
         f'copy {row["copy_bytes_per_s"] / 1e9:,.0f} GB/s.'
     )
-
-
-def totals(path: str) -> list[Row]:
-    """The rows of a file that sum up whole classes of kernels, for elephants64."""
-    rows = read_lines(path)
-    return [row for row in rows if row['level'] is None and row['config'] == 'elephants64']
 
 
 def study(name: str) -> Callable[[], str]:
@@ -308,7 +288,7 @@ TABLES: dict[str, Callable[[], str]] = {
     'golden': golden,
     'fuzz': fuzz,
     **fault_table.TABLES,
-    'sanitizer': lambda: sanitizer_rows.table(read_lines('sanitizer/rows.jsonl')),
+    'sanitizer': lambda: sanitizer_rows.table(read('sanitizer/rows.jsonl')),
     'where_the_time_goes': where_the_time_goes,
     **comparison_tables.TABLES,
     **few_tables.TABLES,

@@ -5,6 +5,7 @@ ones.
 from __future__ import annotations
 
 import collections
+import operator
 import pathlib
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from support import markdown
 from jaxunet.runtime import rows
 from jaxunet.runtime.rows import Row
 from tools.docs import soak_table
+from tools.docs.recipe_tables import all_of
 
 ROWS = pathlib.Path(__file__).parents[2] / 'docs/results/faults/rows.jsonl'
 HEAD = (
@@ -53,7 +55,7 @@ def _of_a_place(place: tuple[str, str], rows: list[Row]) -> str:
     body = [[shown, *_counts(of_kind)] for shown, of_kind in by_kind.items() if of_kind]
     stages = collections.Counter(s for r in rows if r['kind'] == 'killed' for s in r['faults'])
     kills = ', '.join(f'{stage} {count}' for stage, count in stages.most_common())
-    commits = ', '.join(dict.fromkeys(str(row['git']) for row in rows))
+    commits = all_of(rows, operator.itemgetter('git'))
     return (
         f'{rows[-1]["device"]}, `backend={place[1]}`, jax {rows[-1]["versions"]["jax"]}, '
         f'commits {commits}; kills of training by stage: {kills}.\n\n'

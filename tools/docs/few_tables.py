@@ -43,7 +43,7 @@ def quality(every: Sequence[Row]) -> str:
                 all_of(rows, rate if tuned else lambda row: row['sampler'].replace(':', ' ')),
                 str(-evaluations),
                 str(len(rows)),
-                all_of(rows, lambda row: f'{row["step"]:,}') if len(rows) == 1 else steps(rows),
+                steps(rows),
                 *(text(rows) for _, text in METRICS),
                 ratio,
                 spread(rows, value('train', 'fid', 'judged')),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from support import markdown
@@ -63,14 +63,16 @@ def groups(rows: Sequence[Row], data: str) -> dict[tuple[str, float], list[Row]]
     features = {row['features'] for row in mine}
     if len(features) > 1:
         raise ValueError(f'{data}: rows of several features: {", ".join(sorted(features))}')
-    cases = list(dict.fromkeys(row['case'] for row in mine))
-    if BASELINE in cases:
-        cases.remove(BASELINE)
-        cases.insert(0, BASELINE)
+    cases = cases_of(mine)
     keys = sorted(
         {(row['case'], row['seconds']) for row in mine}, key=lambda k: (cases.index(k[0]), k[1])
     )
     return {key: [r for r in mine if (r['case'], r['seconds']) == key] for key in keys}
+
+
+def cases_of(rows: Sequence[Row]) -> list[str]:
+    """The cases of rows, each once: the baseline first, the others in the order of the rows."""
+    return sorted(dict.fromkeys(row['case'] for row in rows), key=lambda case: case != BASELINE)
 
 
 def value(reference: str, metric: str, network: str = 'values') -> Find:
@@ -221,9 +223,7 @@ def origins(folder: pathlib.Path = FOLDER) -> list[Row]:
 
 def grids(kept: Sequence[Row]) -> str:
     """Grids by case and seconds, each with its sampler, steps and commit; '' if there are none."""
-    cases = list(dict.fromkeys(row['case'] for row in kept))
-    if BASELINE in cases:
-        cases.insert(0, cases.pop(cases.index(BASELINE)))
+    cases = cases_of(kept)
     times = sorted({row['seconds'] for row in kept})
     shown = {
         (row['case'], row['seconds']): (
@@ -285,7 +285,7 @@ def measured_with(rows: Sequence[Row]) -> str:
     )
 
 
-def all_of(rows: Sequence[Row], find: Callable[[Row], object]) -> str:
+def all_of(rows: Iterable[Row], find: Callable[[Row], object]) -> str:
     """The values of rows, each once."""
     return ', '.join(dict.fromkeys(str(find(row)) for row in rows))
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import numpy as np
 from support.commands import NO_LAUNCHER, ROOT, Fork, free_port, python_path
+from support.launchers import by_hand
 from support.settings import QUICK
 from support.tiny import flags
 from support.untrained_features import write_untrained
@@ -42,7 +43,7 @@ class Run:
 
     Fields:
       evaluated: it is measured on the way.
-      processes: of the run; more than one are on CPU devices.
+      processes: of the run, one or two; two are on CPU devices.
     """
 
     evaluated: bool = False
@@ -79,17 +80,10 @@ class World:
         if platform == 'cpu':
             self.environment['XLA_FLAGS'] = f'{QUICK} --xla_force_host_platform_device_count=1'
 
-    def start(
-        self,
-        fault: Mapping[str, object],
-        module: str,
-        *arguments: object,
-        environment: Mapping[str, str] | None = None,
-    ) -> Fork:
+    def start(self, fault: Mapping[str, object], module: str, *arguments: object) -> Fork:
         """Starts a command with a fault, as JSON for `victim.py`."""
         command = ['tools.faults.victim', json.dumps(fault), module, *arguments]
-        environment = self.environment | dict(environment or {})
-        self._started.append(Fork(command, environment, ROOT / 'tests'))
+        self._started.append(Fork(command, self.environment, ROOT / 'tests'))
         return self._started[-1]
 
     def kill_all(self) -> None:
@@ -124,17 +118,9 @@ class World:
         port = free_port() if run.processes > 1 else 0
         started = []
         for rank in range(run.processes):
-            together = (
-                [
-                    f'--coordinator=localhost:{port}',
-                    f'--num_processes={run.processes}',
-                    f'--process_id={rank}',
-                    '--heartbeat_seconds=10',
-                    '--wait_seconds=60',
-                ]
-                if run.processes > 1
-                else []
-            )
+            together = []
+            if run.processes > 1:
+                together = [*by_hand(port, rank)[0], '--heartbeat_seconds=10', '--wait_seconds=60']
             own = dict(fault or {}) if rank == faulty else {}
             started.append(self.start(own, 'jaxunet.train', *options, *together))
         return started

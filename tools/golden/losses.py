@@ -14,7 +14,6 @@ the seed does changes the method.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import os
 import pathlib
@@ -90,10 +89,7 @@ def measure(network: str, backend: str, precision: str) -> rows.Row:
     """Returns the row of a case: losses of both seeds, and the tolerance."""
     losses = [run(config_of(network, backend, precision, seed), STEPS) for seed in SEEDS]
     return {
-        'kind': 'golden',
-        'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
-        **rows.provenance(),
-        'command': 'python tools/golden/losses.py --write',
+        **rows.origin('golden', 'python tools/golden/losses.py --write'),
         'network': network,
         'backend': backend,
         'precision': precision,

@@ -53,7 +53,7 @@ for path in pathlib.Path(sys.argv[1]).glob('*/pictures/*.png'):
     path.unlink()
 PYTHON
     tools/gpu/recipes.sh pack "$output" "$target"
-    tr '\r' '\n' <"$output/1.log" | cat - <(tr '\r' '\n' <"$output/2.log" 2>/dev/null) | grep -oE '^ *\[[0-9]+ s\] .*|^error.*|^chosen: .*|Error: .*|compiled the step in .*' | cut -c 1-300 || true
+    cat "$output"/*.log | tr '\r' '\n' | grep -oE '^ *\[[0-9]+ s\] .*|^error.*|^chosen: .*|Error: .*|compiled the step in .*' | cut -c 1-300 || true
     ;;
   commands)
     output=$2 target=$3

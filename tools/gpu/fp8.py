@@ -40,7 +40,6 @@ import jaxunet.runtime.quiet  # isort: skip  # noqa: E402, F401 (before slow imp
 
 import argparse  # noqa: E402
 import contextlib  # noqa: E402
-import csv  # noqa: E402
 import dataclasses  # noqa: E402
 import functools  # noqa: E402
 import json  # noqa: E402
@@ -65,6 +64,7 @@ from jaxunet.compare.stopwatch import Limit  # noqa: E402
 from jaxunet.runtime import compiled_cache, rows  # noqa: E402
 from jaxunet.runtime.interrupt import interrupt_when_terminated  # noqa: E402
 from jaxunet.runtime.markdown import table  # noqa: E402
+from jaxunet.training.logs import read_metrics  # noqa: E402
 from jaxunet.training.parallel import Parallel  # noqa: E402
 from jaxunet.training.step_fields import relevant  # noqa: E402
 from tools.gpu import fp8_ops  # noqa: E402
@@ -158,8 +158,7 @@ def last_tenth(path: pathlib.Path) -> tuple[int, float, float]:
 
     The time is the median of the whole run, in milliseconds.
     """
-    with path.open(encoding='utf-8', newline='') as file:
-        lines = [line for line in csv.DictReader(file) if line['loss']]
+    lines = [line for line in read_metrics(path) if line['loss']]
     end = int(lines[-1]['step'])
     late = [float(line['loss']) for line in lines if int(line['step']) > 0.9 * end]
     return end, float(np.mean(late)), float(np.median([float(line['step_ms']) for line in lines]))

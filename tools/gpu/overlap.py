@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pathlib
 import runpy
-import statistics
+import shlex
 import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -19,18 +19,13 @@ sys.path[:0] = [str(ROOT)]
 
 from jaxunet.benchmark.cases import benchmark_config  # noqa: E402
 from jaxunet.benchmark.jax_side import JaxSide, synthetic_source  # noqa: E402
-from jaxunet.benchmark.timing import (  # noqa: E402
-    TURN_SECONDS,
-    interleave,
-    steps_in,
-    summarise,
-    turn_steps,
-)
+from jaxunet.benchmark.run import steps_of_turn  # noqa: E402
+from jaxunet.benchmark.timing import interleave, summarise  # noqa: E402
 from jaxunet.checkpoint.state import fresh_state  # noqa: E402
 from jaxunet.config import Config, resolve  # noqa: E402
 from jaxunet.ops import backends  # noqa: E402
 from jaxunet.runtime import rows  # noqa: E402
-from jaxunet.runtime.rows import Row, provenance  # noqa: E402
+from jaxunet.runtime.rows import Row, origin  # noqa: E402
 
 ROUNDS = 7
 
@@ -45,17 +40,16 @@ def measure(config: Config) -> Row:
         for name in ('alone', 'overlap')
     }
     unit = sides['alone'].unit
-    steps = turn_steps([steps_in(TURN_SECONDS, sides['alone'].run, unit)], unit)
     runs = {name: side.run for name, side in sides.items()}
+    times = interleave(runs, rounds=ROUNDS, steps=steps_of_turn(runs, None, unit))
     row: Row = {'batch_size': config.data.batch_size, 'steps_per_call': unit}
-    times = interleave(runs, rounds=ROUNDS, steps=steps)
     for name, side in sides.items():
-        if isinstance(taken := times[name], Exception):
+        taken, alone = times[name], times['alone']
+        if isinstance(taken, Exception):
             raise taken
-        first = times['alone']
-        timing = summarise(taken, None if isinstance(first, Exception) else first)
+        timing = summarise(taken, alone)
         row |= {
-            f'{name}_ms': statistics.median(taken),
+            f'{name}_ms': timing.median_ms,
             f'{name}_quartiles_ms': list(timing.quartiles_ms),
             f'{name}_ratio': timing.ratio,
             f'{name}_peak_bytes': side.peak_bytes,
@@ -68,11 +62,12 @@ def measure(config: Config) -> Row:
 def main() -> None:
     """Runs the command."""
     name, batches, output = sys.argv[1:]
+    shared = origin('overlap', shlex.join(['python', 'tools/gpu/overlap.py', *sys.argv[1:]]))
+    shared['config'] = pathlib.Path(name).stem
     backends.OVERLAP_PIXELS = 2**60  # no limit: the limit is to be found
     for batch in map(int, batches.split(',')):
         config = benchmark_config(resolve(runpy.run_path(name)['get_config']()))
-        row = measure(config.replace(data={'batch_size': batch}))
-        row = {'kind': 'overlap', **provenance(), 'config': pathlib.Path(name).stem, **row}
+        row = shared | measure(config.replace(data={'batch_size': batch}))
         rows.append(output, row)
         gib = [(row[f'{side}_peak_bytes'] or 0) / 2**30 for side in ('alone', 'overlap')]
         print(

@@ -35,10 +35,12 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 
+from support.commands import python_path  # noqa: E402
 from support.origin import origin  # noqa: E402
 
 from jaxunet.runtime import markdown, rows  # noqa: E402
 from jaxunet.runtime.rows import Row  # noqa: E402
+from jaxunet.training.logs import read_metrics  # noqa: E402
 
 IMAGES, BATCH, EVALUATIONS = 256, 64, 50
 POLL = 0.005  # seconds between two checks of what a command has written
@@ -143,11 +145,6 @@ def environment(case: Case, folders: Folders, lanes: int) -> dict[str, str]:
     }
 
 
-def python_path() -> str:
-    """Returns the value of PYTHONPATH with this checkout in front."""
-    return ':'.join(filter(None, (str(ROOT), os.environ.get('PYTHONPATH'))))
-
-
 def first_output(case: Case, out: pathlib.Path) -> bool:
     """Returns True once the first step's row or the first picture is there."""
     if case.task == 'train':
@@ -190,13 +187,14 @@ def measure(
     text = log.read_text(errors='replace').replace('\r', '\n')
     if first is None and first_output(case, out):  # written just before the command ended
         first = seconds
+    metrics = read_metrics(out / 'metrics.csv') if case.task == 'train' and first else None
     row: Row = {
         'cache': 'kept' if warm else 'empty',
         'imported_s': imported and round(imported, 2),
         'first_s': first and round(first, 2),
         'total_s': round(seconds, 2) if case.task == 'sample' and code == 0 else None,
         'ready_s': _number(r'the sampler was ready after ([\d.]+) s', text),
-        'step_ms': _step_ms(out / 'metrics.csv') if case.task == 'train' and first else None,
+        'step_ms': float(metrics[0]['step_ms']) if metrics else None,
         'ops': (re.findall(r'^ops: .*$', text, re.MULTILINE) or [None])[-1],
         'said': re.findall(r'^backend=.*$', text, re.MULTILINE),
         'arguments': ' '.join(command[1:]).replace(str(folders.own.parent), 'TMP'),
@@ -211,12 +209,6 @@ def measure(
 def _number(pattern: str, text: str) -> float | None:
     match = re.search(pattern, text)
     return float(match[1]) if match else None
-
-
-def _step_ms(table: pathlib.Path) -> float:
-    """Returns the milliseconds per step of the first row of metrics.csv."""
-    head, first = (line.split(',') for line in table.read_text().splitlines()[:2])
-    return float(first[head.index('step_ms')])
 
 
 def script(text: str, *arguments: str, **variables: str) -> str:

@@ -37,6 +37,8 @@ from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TURN_SECONDS = 0.4
+# The command's arguments with the values of each field of `Variant`.
+ARGUMENTS = ('checkouts', '--backends', '--kernels', '--devices', '--variables', '--fields')
 
 
 class Variant(NamedTuple):
@@ -52,38 +54,27 @@ class Variant(NamedTuple):
     fields: str
 
 
-def sides(
-    checkouts: list[pathlib.Path],
-    backends: list[str],
-    kernels: list[str],
-    devices: list[int],
-    variables: list[str],
-    fields: list[str],
-) -> list[Variant]:
+def sides(*lists: list[Any]) -> list[Variant]:
     """Returns the sides; a list of one value is repeated.
+
+    Args:
+      lists: the values of each field of `Variant`.
 
     Raises:
       SystemExit: the lists differ in length, or a variable or field has no name or no value.
     """
-    lists: dict[str, list[Any]] = {
-        'checkouts': checkouts,
-        '--backends': backends,
-        '--kernels': kernels,
-        '--devices': devices,
-        '--variables': variables,
-        '--fields': fields,
-    }
-    count = max(map(len, lists.values()))
-    for name, values in lists.items():
+    count = max(map(len, lists))
+    for name, values in zip(ARGUMENTS, lists, strict=True):
         if len(values) not in (1, count):
             sys.exit(f'{name}: expected 1 or {count} values, found {len(values)}')
-        lists[name] = values * (count // len(values))
-    for flag, form in (('--variables', 'NAME=VALUE'), ('--fields', 'SECTION.NAME=VALUE')):
-        for pair in ' '.join(lists[flag]).split():
+    whole = [values * (count // len(values)) for values in lists]
+    found = [Variant(*values) for values in zip(*whole, strict=True)]
+    for flag, form in (('variables', 'NAME=VALUE'), ('fields', 'SECTION.NAME=VALUE')):
+        for pair in ' '.join(getattr(side, flag) for side in found).split():
             name, equals, _ = pair.partition('=')
             if not (name and equals and form.count('.') == name.count('.')):
-                sys.exit(f'{flag}: expected {form}, found {pair}')
-    return [Variant(*values) for values in zip(*lists.values(), strict=True)]
+                sys.exit(f'--{flag}: expected {form}, found {pair}')
+    return found
 
 
 def labels(sides: list[Variant]) -> list[str]:

@@ -207,7 +207,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     for flag, known in (
         ('tools', sanitizer.TOOLS),
         ('ops', tuple(sanitizer.OPS)),
-        ('kernels', tuple(sanitizer.KERNELS)),
+        ('kernels', sanitizer.KERNELS),
     ):
         parser.add_argument(f'--{flag}', type=some_of(known), default=list(known))
     parser.add_argument('--seconds', type=float, default=3600, help='no piece begins after this')

@@ -22,7 +22,7 @@ from tools.sanitizer import tested_sources
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SANITIZER = 'compute-sanitizer'
 TOOLS = ('memcheck', 'racecheck', 'synccheck', 'initcheck')
-KERNELS = {'fastest': 'fastest', 'portable': 'portable'}  # JAXUNET_KERNELS -> name in the table
+KERNELS = ('fastest', 'portable')  # values of JAXUNET_KERNELS
 FLAGS = (
     *('--print-limit', '20', '--target-processes', 'all'),
     *('--kernel-name-exclude', 'kernel_substring=xla'),

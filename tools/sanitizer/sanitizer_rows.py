@@ -155,7 +155,7 @@ def table(rows: Sequence[Row]) -> str:
     """
     body = []
     used: list[Row] = []
-    for kernels, shown in KERNELS.items():
+    for kernels in KERNELS:
         for op in sanitizer.ops_of(kernels):
             cells = []
             for tool in TOOLS:
@@ -167,7 +167,7 @@ def table(rows: Sequence[Row]) -> str:
                 newest = [row for row in here if _origin(row) == _origin(here[-1])]
                 used += newest
                 cells.append(_cell(newest))
-            body.append([op, shown, *cells])
+            body.append([op, kernels, *cells])
     text = markdown.table(('op', 'kernels', *TOOLS), body)
     if not used:
         return text

@@ -1,6 +1,6 @@
 """Adds what tools/gpu/few_steps.sh packed to this folder, and draws a picture of each set.
 
-    python docs/results/few_steps/pictures.py FOLDER ...
+    PYTHONPATH=. python docs/results/few_steps/pictures.py FOLDER ...
 
 Rows go to rows.jsonl, where a later one replaces an earlier one of the same measurement. SET.jpg
 has 64 unpicked samples of the teacher, and in 1, 2 and 4 evaluations of the tuned model whose
@@ -10,7 +10,6 @@ distance in two is the smallest. `python tools/docs/write.py` writes the tables.
 from __future__ import annotations
 
 import io
-import json
 import pathlib
 import sys
 import tarfile
@@ -18,22 +17,22 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw
 
+from jaxunet.compare import collected
+from jaxunet.runtime import rows
+from jaxunet.runtime.rows import Row
+
 HERE = pathlib.Path(__file__).parent
-KEYS = ('data', 'case', 'seed', 'seconds', 'sampler')  # identify a measurement
 SHOWN = ('heun:25', 'consistency:1', 'consistency:2', 'consistency:4')
 QUALITY, MARGIN = 42, 22  # of the JPEG; pixels above a grid, for its caption
-
-Row = dict  # a JSON object of rows.jsonl
 
 
 def main(folders: Sequence[pathlib.Path]) -> None:
     """Adds the folders' rows and draws the pictures."""
     path = HERE / 'rows.jsonl'
-    files = [path] * path.exists() + [folder / 'rows.jsonl' for folder in folders]
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    found = {tuple(row[key] for key in KEYS): row for row in rows}
+    files = [path, *(folder / 'rows.jsonl' for folder in folders)]
+    found = rows.latest(files, collected.key_of, lambda *_: None)
     kept = [found[key] for key in sorted(found)]
-    path.write_text(''.join(f'{json.dumps(row, ensure_ascii=False)}\n' for row in kept))
+    collected.write(path, kept)
     grids: dict[str, Image.Image] = {}
     for folder in folders:
         with tarfile.open(folder / 'pictures.tar') as archive:
@@ -48,10 +47,10 @@ def main(folders: Sequence[pathlib.Path]) -> None:
 
 
 def shown(
-    data: str, sampler: str, rows: Sequence[Row], grids: dict[str, Image.Image]
+    data: str, sampler: str, kept: Sequence[Row], grids: dict[str, Image.Image]
 ) -> tuple[str, Image.Image] | None:
     """Returns the caption and the grid of the teacher, or of the best tuning of seed 0."""
-    mine = [row for row in rows if (row['data'], row['seed']) == (data, 0)]
+    mine = [row for row in kept if (row['data'], row['seed']) == (data, 0)]
     drawn = [row for row in mine if row['sampler'] == sampler and name(row, sampler) in grids]
     two = {row['case']: row['values']['train']['fid'] for row in mine if row['evaluations'] == 2}
     if not drawn:

@@ -9,11 +9,8 @@
     docs/results/recipes/jobs.py:elephants  500 photographs of one animal
     docs/results/recipes/jobs.py:small      ... with EDM's augmentation, and with another seed
     docs/results/recipes/jobs.py:all        objects, elephants, then small
-    docs/results/recipes/jobs.py:twenty     the times that have rows once more, by other samplers
-                                            within 20 evaluations
     docs/results/recipes/jobs.py:alone      seconds a sample; needs a GPU of its own, no --step_ms
     docs/results/recipes/jobs.py:costs      each objective once, for jaxunet.compare.step_cost
-    docs/results/recipes/jobs.py:rates      learning rates
     docs/results/recipes/jobs.py:endings    how a run ends: rate, schedule, batch, AdamW or Muon
     docs/results/recipes/jobs.py:endings_costs ... each case once, for jaxunet.compare.step_cost
     docs/results/recipes/jobs.py:endings_tiny  ... in seconds on a CPU
@@ -29,17 +26,12 @@ but alone, digits, and those for costs or a CPU take the features of a classifie
 
 Only rows of one file can be compared; that of rows.jsonl, classifier-be9ba4b0, is in the history of
 the repository as docs/results/recipes/features.npz (439a6061).
-
-A job of the photographs has all samplers, unless rows.jsonl has rows of one of its times: then it
-has the samplers that all times have, so that `--known rows.jsonl` leaves out what is done.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 from jaxunet.compare.jobs import TINY, Job
@@ -54,10 +46,8 @@ OBJECTIVES: dict[str, dict[str, object]] = {
     'edm': {'diffusion.objective': 'edm', 'diffusion.schedule': 'linear'},
     'flow': {'diffusion.objective': 'flow', 'diffusion.schedule': 'linear'},
 }
-# Within 50 evaluations of the network, and within 20; heun takes 2 · steps - 1.
+# Within 50 evaluations of the network; heun takes 2 · steps - 1.
 SAMPLERS = ('heun:25', 'dpmpp_2m:20', 'ddpm:50')
-WITHIN_20 = ('heun:10', 'ddpm:20')
-ROWS = Path(__file__).parent / 'rows.jsonl'
 RATE = 1e-4  # of batches of 32; others have RATE √(batch / 32)
 WIDTHS = (0.05, 0.1, 0.15)  # of averages of which the endings choose one, beside the config's
 
@@ -84,31 +74,23 @@ ENDINGS = {  # only the batches and Muon change what a step costs
 COMPARED = ('fid', 'kid', 'precision', 'recall', 'copies')
 
 
-def objects(
-    case: str,
-    data: str,
-    *,
-    seed: int = 0,
-    fields: Mapping[str, object] | None = None,
-    name: str = '',
-) -> Job:
+def objects(case: str, data: str, *, seed: int = 0) -> Job:
     """Returns a job on 9,000 photographs of 20 classes.
 
     Args:
       case: an objective.
-      fields: further fields of the config; such a case has a `name` of its own, and a minute.
     """
     train, test = Path(data) / 'objects64_train.zip', Path(data) / 'objects64_test.zip'
     return Job(
-        name or case,
+        case,
         'objects64',
         CONFIG,
-        {'data.path': str(train), **OBJECTIVES[case], **(fields or {})},
-        (60,) if name else (60, 180, 600),
+        {'data.path': str(train), **OBJECTIVES[case]},
+        (60, 180, 600),
         SAMPLERS,
         {str(train): ('train', COMPARED), str(test): ('test', ('kid',))},
         seed=seed,
-        picture=64 if seed == 0 and not name else 0,
+        picture=64 if seed == 0 else 0,
     )
 
 
@@ -127,24 +109,10 @@ def alone(data: str) -> Job:
         objects('flow', data),
         data='alone',
         seconds=(1,),
-        samplers=(*SAMPLERS, *WITHIN_20, 'ddim:50'),
+        samplers=(*SAMPLERS, 'heun:10', 'ddpm:20', 'ddim:50'),
         references={},
         picture=0,
     )
-
-
-def measured(job: Job) -> tuple[float, ...]:
-    """Returns the times of the job that have rows in rows.jsonl."""
-    rows = map(json.loads, ROWS.read_text(encoding='utf-8').splitlines())
-    known = {(row['data'], row['case'], row['seed'], row['seconds']) for row in rows}
-    return tuple(s for s in job.seconds if (job.data, job.case, job.seed, s) in known)
-
-
-def complete(job: Job) -> Job:
-    """Returns the job with all samplers, or as it is if some of its times have rows."""
-    if measured(job):
-        return job
-    return dataclasses.replace(job, samplers=(*job.samplers, *WITHIN_20))
 
 
 def elephants(
@@ -294,26 +262,17 @@ def get_jobs(part: str, data: str) -> list[Job]:
         *(elephants(c, data, seconds=(60,), seed=1) for c in ('v-cosine', 'flow')),
     ]
     parts = {
-        'all': [*(complete(job) for job in photographs), *animals, *few],
-        'objects': [complete(job) for job in photographs],
+        'all': [*photographs, *animals, *few],
+        'objects': photographs,
         **{
-            name: [complete(dataclasses.replace(job, seconds=(seconds,))) for job in photographs]
+            name: [dataclasses.replace(job, seconds=(seconds,)) for job in photographs]
             for name, seconds in (('minute', 60), ('three', 180), ('ten', 600))
         },
-        'images': [complete(images(data, seed=seed)) for seed in (0, 1)],
-        'twenty': [
-            dataclasses.replace(job, seconds=measured(job), samplers=WITHIN_20, picture=0)
-            for job in photographs
-            if measured(job)
-        ],
+        'images': [images(data, seed=seed) for seed in (0, 1)],
         'alone': [alone(data)],
         'costs': [objects(case, data) for case in OBJECTIVES],  # the ratios are to the first
         'elephants': animals,
         'small': few,
-        'rates': [
-            objects('flow', data, fields={'optimizer.learning_rate': r}, name=f'flow-{r:g}')
-            for r in (2e-4, 4e-4)
-        ],
         'endings': endings(data),
         'endings_costs': [
             ending(name, 'objects64', data, seconds=s) for s in (60, 180) for name in ENDINGS

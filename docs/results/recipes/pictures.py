@@ -1,7 +1,7 @@
 """Adds output folders of `jaxunet.compare.queue` to this folder, and draws its pictures.
 
-    python docs/results/recipes/pictures.py runs/recipes/1 runs/recipes/2
-    python docs/results/recipes/pictures.py endings runs/endings/1 runs/endings/2
+    PYTHONPATH=. python docs/results/recipes/pictures.py runs/recipes/1 runs/recipes/2
+    PYTHONPATH=. python docs/results/recipes/pictures.py endings runs/endings/1 runs/endings/2
 
 A folder may also be what `tools/gpu/recipes.sh pack` wrote, whose logs and pictures are in
 pictures.tar. Added are rows (rows.jsonl), grids of unpicked samples (grids/) and logs of held-out
@@ -22,17 +22,22 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
 import pathlib
+import shutil
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 from PIL import Image
+
+from jaxunet.compare import collected
+from jaxunet.runtime import rows
+from jaxunet.runtime.rows import Row
 
 HERE = pathlib.Path(__file__).parent
 LIMIT = 50  # evaluations of the network a sample
@@ -44,11 +49,8 @@ GAP, SHOWN_WIDTH = 16, 800  # pixels between them, and of both
 QUALITY, SMALLER = 80, 70  # of the JPEGs, and of endings.jpg
 # What pictures.jsonl says of the run of a grid or a log.
 ORIGIN = ('data', 'case', 'seed', 'seconds', 'sampler', 'step', 'git', 'device', 'versions')
-KEYS = ('data', 'case', 'seed', 'seconds', 'sampler')  # identify a measurement
 HELD_OUT, SEEN = 'held_out_loss', 'seen_loss'
 COLUMNS = ('step', 'training_seconds', HELD_OUT, SEEN)  # columns of the logs
-
-Row = dict  # a JSON object of rows.jsonl
 
 
 def main(folders: Sequence[pathlib.Path]) -> None:
@@ -90,40 +92,34 @@ def unpacked(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         return
     with tempfile.TemporaryDirectory() as name, tarfile.open(packed) as archive:
         archive.extractall(name, filter='data')
-        rows = pathlib.Path(name) / 'rows.jsonl'
-        rows.write_text((folder / 'rows.jsonl').read_text())
+        shutil.copy(folder / 'rows.jsonl', name)
         yield pathlib.Path(name)
 
 
 def read_rows(path: pathlib.Path) -> list[Row]:
-    """Returns the objects of a file of JSON lines; none without a file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def write_rows(path: pathlib.Path, rows: Iterable[Row]) -> None:
-    """Writes a file of JSON lines."""
-    path.write_text(''.join(f'{json.dumps(row, ensure_ascii=False)}\n' for row in rows))
+    """Returns the rows of a file; none without a file."""
+    return rows.read(path) if path.exists() else []
 
 
 def add_rows(folders: Sequence[pathlib.Path], path: pathlib.Path) -> list[Row]:
     """Adds the folders' rows to a file; returns all, in the order of their cases."""
     files = [path, *(folder / 'rows.jsonl' for folder in folders)]
-    rows = [row for file in files for row in read_rows(file)]
-    compared = [row['features'] for row in rows if 'features' in row]
+    every = [row for file in files for row in read_rows(file)]
+    compared = [row['features'] for row in every if 'features' in row]
     found = {
-        tuple(row[key] for key in KEYS): row
-        for row in rows
+        collected.key_of(row): row
+        for row in every
         if 'features' not in row or row['features'] == compared[-1]
     }
-    ordered = sorted(found.values(), key=lambda row: tuple(row[key] for key in KEYS))
-    write_rows(path, ordered)
+    ordered = [found[key] for key in sorted(found)]
+    collected.write(path, ordered)
     return ordered
 
 
 def keep_pictures(folder: pathlib.Path) -> None:
     """Adds the grids and logs of a folder, and the runs that they are of to pictures.jsonl."""
     known = {row['file']: row for row in read_rows(HERE / 'pictures.jsonl')}
-    rows = read_rows(folder / 'rows.jsonl')
+    measured = read_rows(folder / 'rows.jsonl')
 
     def keep(file: str, run: Row) -> None:
         known[file] = {'file': file} | {key: run[key] for key in ORIGIN}
@@ -131,7 +127,7 @@ def keep_pictures(folder: pathlib.Path) -> None:
     for picture in sorted(folder.glob('pictures/*.png')):
         job, _, seconds = picture.stem.rpartition('_')
         # A grid shows samples by the first sampler of a job, which also has the first row.
-        run = next(r for r in rows if job_of(r) == job and f'{r["seconds"]:g}s' == seconds)
+        run = next(r for r in measured if job_of(r) == job and f'{r["seconds"]:g}s' == seconds)
         with Image.open(picture) as image:
             grid = image.convert('RGB')
         if (run['case'], run['seconds']) == (RECIPE, SHOWN):
@@ -143,10 +139,10 @@ def keep_pictures(folder: pathlib.Path) -> None:
         grid.save(HERE / 'grids' / f'{picture.stem}.jpg', quality=QUALITY)
         keep(f'grids/{picture.stem}.jpg', run)
     for log in sorted(folder.glob('logs/*.csv')):
-        runs = [row for row in rows if job_of(row) == log.stem]
+        runs = [row for row in measured if job_of(row) == log.stem]
         if runs and keep_log(log, HERE / 'logs' / log.name):
             keep(f'logs/{log.name}', runs[-1])
-    write_rows(HERE / 'pictures.jsonl', (known[file] for file in sorted(known)))
+    collected.write(HERE / 'pictures.jsonl', [known[file] for file in sorted(known)])
 
 
 def job_of(row: Row) -> str:
@@ -156,31 +152,32 @@ def job_of(row: Row) -> str:
 
 def keep_log(log: pathlib.Path, target: pathlib.Path) -> bool:
     """Copies the columns of held-out losses; returns False if the run had none."""
-    rows = [row for row in csv.DictReader(log.read_text().splitlines()) if row.get(HELD_OUT)]
-    if not rows:
+    lines = [line for line in csv.DictReader(log.read_text().splitlines()) if line.get(HELD_OUT)]
+    if not lines:
         return False
     target.parent.mkdir(exist_ok=True)
     with target.open('w', newline='') as file:
         writer = csv.DictWriter(file, COLUMNS, extrasaction='ignore', lineterminator='\n')
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(lines)
     return True
 
 
-def curve(
-    found: Sequence[Row], find: Callable[[Row], float]
-) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Seconds, and the mean, lowest and highest of seeds, each seed with its best sampler."""
-    times = sorted({row['seconds'] for row in found})
-    mean, low, high = [], [], []
-    for time in times:
-        rows = [r for r in found if r['seconds'] == time and r['evaluations'] <= LIMIT]
-        seeds = {row['seed'] for row in rows}
-        values = [min(find(r) for r in rows if r['seed'] == seed) for seed in seeds]
-        mean.append(float(np.mean(values)))
-        low.append(min(values))
-        high.append(max(values))
-    return times, mean, low, high
+def curve(found: Sequence[Row], find: Callable[[Row], float]) -> dict[float, list[float]]:
+    """A number of each seed, with its best sampler, by seconds."""
+    by_time: dict[float, dict[int, list[float]]] = {}
+    for row in found:
+        if row['evaluations'] <= LIMIT:
+            seeds = by_time.setdefault(row['seconds'], {})
+            seeds.setdefault(row['seed'], []).append(find(row))
+    return {time: [*map(min, by_time[time].values())] for time in sorted(by_time)}
+
+
+def band(panel: Axes, values: Mapping[float, Sequence[float]], label: str) -> None:
+    """Draws the mean of the values of each time, and a band from the lowest to the highest."""
+    mean, low, high = ([find(each) for each in values.values()] for find in (np.mean, min, max))
+    (line,) = panel.plot([*values], mean, marker='o', markersize=4, label=label)
+    panel.fill_between([*values], low, high, color=line.get_color(), alpha=0.2, linewidth=0)
 
 
 def quality(found: Sequence[Row], path: pathlib.Path) -> None:
@@ -191,10 +188,8 @@ def quality(found: Sequence[Row], path: pathlib.Path) -> None:
     figure = Figure(figsize=(6.5, 4.4), layout='constrained')
     panel = figure.subplots()
     for case in dict.fromkeys(row['case'] for row in mine):
-        rows = [row for row in mine if row['case'] == case]
-        times, mean, low, high = curve(rows, lambda row: row['values']['train']['fid'])
-        (line,) = panel.plot(times, mean, marker='o', markersize=4, label=case)
-        panel.fill_between(times, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+        own = [row for row in mine if row['case'] == case]
+        band(panel, curve(own, lambda row: row['values']['train']['fid']), case)
     panel.set_xscale('log')
     panel.set_yscale('log')
     low, high = panel.get_ylim()
@@ -210,7 +205,7 @@ def quality(found: Sequence[Row], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def held_out(rows: Sequence[Row], case: str) -> list[tuple[float, float]]:
+def held_out(own: Sequence[Row], case: str) -> list[tuple[float, float]]:
     """Seconds, and loss on held-out images divided by that on training images.
 
     They are those of the log of a case, else of its rows.
@@ -226,7 +221,7 @@ def held_out(rows: Sequence[Row], case: str) -> list[tuple[float, float]]:
         points = sorted(
             {
                 (row['training_seconds'], row['losses'][HELD_OUT], row['losses'][SEEN])
-                for row in rows
+                for row in own
                 if 'losses' in row
             }
         )
@@ -237,21 +232,19 @@ def overfitting(found: Sequence[Row], path: pathlib.Path) -> None:
     """Held-out loss and copies of the elephants against seconds; bands: range of samplers."""
     mine = [r for r in found if r['data'] == 'elephants64' and 'copies' in r['values']['train']]
     by_case = {r['case']: [o for o in mine if o['case'] == r['case']] for r in mine}
-    ratios = {case: held_out(rows, case) for case, rows in by_case.items()}
+    ratios = {case: held_out(own, case) for case, own in by_case.items()}
     if not any(ratios.values()):
         return
     figure = Figure(figsize=(9, 4), layout='constrained')
     losses, shares = figure.subplots(1, 2)
-    for i, (case, rows) in enumerate(by_case.items()):
+    for i, (case, own) in enumerate(by_case.items()):
         if ratios[case]:
             losses.plot(*zip(*ratios[case], strict=True), f'C{i}', marker='o', markersize=4)
-        times = sorted({row['seconds'] for row in rows})
-        copies = [
-            [r['values']['train']['copies'] for r in rows if r['seconds'] == t] for t in times
-        ]
-        mean, low, high = ([find(values) for values in copies] for find in (np.mean, min, max))
-        shares.plot(times, mean, f'C{i}', marker='o', markersize=4, label=case)
-        shares.fill_between(times, low, high, color=f'C{i}', alpha=0.2, linewidth=0)
+        times = sorted({row['seconds'] for row in own})
+        copies = {
+            t: [r['values']['train']['copies'] for r in own if r['seconds'] == t] for t in times
+        }
+        band(shares, copies, case)
     losses.set_yscale('log')
     losses.yaxis.set_major_formatter(ScalarFormatter())
     losses.yaxis.set_minor_formatter(ScalarFormatter())

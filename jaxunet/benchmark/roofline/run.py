@@ -15,7 +15,8 @@ from jaxunet.benchmark.device import measure_rates
 from jaxunet.benchmark.jax_side import JaxSide, synthetic_source
 from jaxunet.benchmark.roofline.measured import Line, StepKernels, measure
 from jaxunet.benchmark.roofline.work import step_work
-from jaxunet.benchmark.timing import TURN_SECONDS, interleave, steps_in, turn_steps
+from jaxunet.benchmark.run import steps_of_turn
+from jaxunet.benchmark.timing import interleave
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.config import Config
 from jaxunet.data.source import Source
@@ -86,9 +87,9 @@ def check_gpu() -> None:
 def wall_ms(config: Config, source: Source) -> float:
     """Returns the wall milliseconds of a step, with as many steps per call as training has."""
     prepared = JaxSide(config, source, fresh_state(config)).prepare(STEP)
-    unit = prepared.unit
-    steps = turn_steps([steps_in(TURN_SECONDS, prepared.run, unit)], unit)
-    times = interleave({STEP: prepared.run}, rounds=ROUNDS, steps=steps)[STEP]
+    runs = {STEP: prepared.run}
+    steps = steps_of_turn(runs, None, prepared.unit)
+    times = interleave(runs, rounds=ROUNDS, steps=steps)[STEP]
     prepared.close()
     if isinstance(times, Exception):
         raise times
