@@ -26,6 +26,7 @@ from jaxunet.checkpoint.store import Checkpoints, checksum, read
 from jaxunet.config import Config
 from jaxunet.model.unet import Params
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.whole_files import machine
 from jaxunet.training.loop import train
 from jaxunet.training.session import Session
 from jaxunet.training.step import Metrics
@@ -280,7 +281,7 @@ def test_only_our_own_temporary_file_is_beside_a_snapshot(tmp_path, monkeypatch)
     writer.write(3, 3, {'width_0.05': {'a': np.ones(2, np.float32)}})
     writer.wait()
     writer.close()
-    assert found == [f'.3.safetensors.{os.uname().nodename}.{os.getpid()}.partial']
+    assert found == [f'.3.safetensors.{machine()}.{os.getpid()}.partial']
 
 
 @pytest.mark.parametrize('damage', [damage_payload, halve_updates, truncate, garble])

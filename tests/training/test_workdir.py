@@ -1,6 +1,5 @@
 """One run at a time trains in a workdir."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from support.tiny import tiny_config
 
 from jaxunet.checkpoint.store import read
 from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.whole_files import machine
 from jaxunet.training import workdir as lock
 from jaxunet.training.loop import train
 from jaxunet.training.saving import Saver
@@ -103,7 +103,7 @@ def test_what_a_killed_run_left_is_removed(tmp_path):
     (tmp_path / 'snapshots').mkdir()
     child = subprocess.Popen([sys.executable, '-c', ''])
     child.wait()
-    name = f'.48.safetensors.{os.uname().nodename}.{child.pid}.partial'
+    name = f'.48.safetensors.{machine()}.{child.pid}.partial'
     (tmp_path / 'snapshots' / name).write_bytes(b'half')
     with lock.opened(tmp_path):
         assert not list((tmp_path / 'snapshots').iterdir())
