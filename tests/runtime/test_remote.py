@@ -67,10 +67,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.server.etag:
             self.send_header('ETag', self.server.etag)
         self.end_headers()
+        if fault == 'change':  # before the body, whose end the client may follow by a request
+            self.server.etag = '"2"'
         with contextlib.suppress(ConnectionError):  # a look at the headers only
             self.wfile.write(data[: len(data) // 2] if fault == 'drop' else data)
-        if fault == 'change':
-            self.server.etag = '"2"'
 
     def log_message(self, *_):
         pass
