@@ -8,12 +8,15 @@ import pathlib
 import platform
 import re
 import shutil
+import time
 from collections.abc import Iterator
 
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.file_errors import check_regular
 from jaxunet.runtime.paths import check_local, file_above, is_remote
 from jaxunet.runtime.upload import uploaded
+
+FOREIGN_SECONDS = 24 * 3600  # age at which a temporary path of another container is a dead one's
 
 
 @contextlib.contextmanager
@@ -39,12 +42,18 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
 
 def remove_left(folder: pathlib.Path) -> None:
-    """Removes temporary paths that processes of this machine left in a folder when killed."""
-    left = re.compile(rf'\..+\.{re.escape(machine())}\.(\d{{1,9}})\.partial')
+    """Removes temporary paths that processes of this host left in a folder when killed.
+
+    Whether a process of another container runs cannot be seen, so its path must be a day old.
+    """
+    host, ours = re.escape(platform.node()), machine()
+    of_host = re.compile(rf'\..+\.({host}(?:\.\d+)?)\.(\d{{1,9}})\.partial')
     with contextlib.suppress(OSError):  # there is no folder, or it may not be listed
-        for name in os.listdir(folder):
-            if (match := left.fullmatch(name)) and not _runs(int(match[1])):
-                _remove(folder / name)
+        for path in map(folder.joinpath, os.listdir(folder)):
+            if not (match := of_host.fullmatch(path.name)):
+                continue
+            if (not _runs(int(match[2]))) if match[1] == ours else _is_old(path):
+                _remove(path)
 
 
 def machine() -> str:
@@ -52,6 +61,12 @@ def machine() -> str:
     with contextlib.suppress(OSError):  # not on Linux
         return f'{platform.node()}.{os.stat("/proc/self/ns/pid").st_ino}'
     return platform.node()
+
+
+def _is_old(path: pathlib.Path) -> bool:
+    with contextlib.suppress(OSError):  # it has gone meanwhile
+        return time.time() - path.stat().st_mtime > FOREIGN_SECONDS
+    return False
 
 
 def _runs(process: int) -> bool:

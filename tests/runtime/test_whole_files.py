@@ -15,16 +15,22 @@ def test_what_killed_processes_left_is_removed(tmp_path: pathlib.Path) -> None:
         ended = process.pid
     host, target = machine(), tmp_path / 'a.png'
     left = {tmp_path / f'.{name}.png.{host}.{ended}.partial' for name in 'ab'}
+    old = {  # of a container that ran here before this one, and of an earlier version
+        tmp_path / f'.c.png.{platform.node()}.1.{os.getppid()}.partial',
+        tmp_path / f'.c.png.{platform.node()}.{ended}.partial',
+    }
     kept = {
         tmp_path / f'.a.png.{host}.{os.getppid()}.partial',
         tmp_path / f'.a.png.elsewhere.{ended}.partial',
         tmp_path / f'.a.png.{platform.node()}.1.{ended}.partial',  # of another container
         tmp_path / f'.a.png.{host}.x.partial',
     }
-    for path in left | kept:
+    for path in left | old | kept:
         path.touch()
+    for path in old:
+        os.utime(path, (0, 0))
     with replacing(target) as partial:
-        assert not any(path.exists() for path in left)
+        assert not any(path.exists() for path in left | old)
         partial.write_text('new')
     assert set(tmp_path.iterdir()) == kept | {target}
     assert target.read_text() == 'new'
