@@ -1,5 +1,8 @@
 """Fixtures of several rooms."""
 
+import signal
+from collections.abc import Iterator
+
 import pytest
 from absl import logging
 
@@ -33,3 +36,11 @@ def counted_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxunet.training.session import Session  # noqa: PLC0415
 
     monkeypatch.setattr(Session, 'compile', count_only)
+
+
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """SIGHUP does what it does in a terminal, also if pytest runs under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

@@ -154,6 +154,7 @@ def test_the_end_of_a_terminal_saves_unless_it_is_ignored(ignored, capfd):
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.usefixtures('hangup')
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_to_stop_is_ctrl_c(number):
     before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}

@@ -221,6 +221,7 @@ def test_the_command_ends_with_its_supervisor(tmp_path):
     wait_for(tmp_path / 'told')
 
 
+@pytest.mark.usefixtures('hangup')
 @pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_while_it_waits_to_restart(how, tmp_path, capfd):
     command = ['/bin/sh', '-c', 'echo x >> "$0"; kill -KILL $$', str(tmp_path / 'starts')]
