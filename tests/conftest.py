@@ -16,15 +16,31 @@ def source() -> Source:
     return open_source('digits:', image_shape=(8, 8, 1))
 
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lines that are logged as information or warning from here on."""
+def _logged(monkeypatch: pytest.MonkeyPatch, *levels: str) -> list[str]:
     lines: list[str] = []
-    for level in ('info', 'warning'):
+    for level in levels:
         monkeypatch.setattr(
             logging, level, lambda text, *values: lines.append(text % values if values else text)
         )
     return lines
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lines that are logged as information from here on."""
+    return _logged(monkeypatch, 'info')
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lines that are logged as warnings from here on."""
+    return _logged(monkeypatch, 'warning')
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lines that are logged as information or as warnings from here on."""
+    return _logged(monkeypatch, 'info', 'warning')
 
 
 @pytest.fixture

@@ -131,11 +131,11 @@ def test_the_table_shows_every_label():
     assert classes.label_table([str(i) for i in range(500)]).endswith(', 199=199, ... (500 in all)')
 
 
-def test_classes_without_images_are_named(told):
+def test_classes_without_images_are_named(warned):
     source = herd(*map(str, range(11)))
     source.labels = 1 + source.labels % 10
     classes.check_classes(conditional(number=11), source)
-    assert told == [
+    assert warned == [
         'herd: no images of the classes 0 (label 0): they will not be trained, but are drawn '
         'unless --class_labels leaves them out'
     ]
@@ -173,19 +173,19 @@ def test_messages_hold_no_password_of_a_url():
     assert 'secret' not in str(error.value)
 
 
-def test_classes_and_the_table_of_the_model(told):
+def test_classes_and_the_table_of_the_model(warned):
     source = herd('bull', 'cow')
     classes.check_classes(conditional(number=2), source)
-    assert not told
+    assert not warned
     classes.check_classes(conditional(number=3), source)
     classes.check_classes(conditional(number=10), source)
     assert (
         'model.num_classes: 3, but herd has 2 classes (bull, cow): label 2 has no images and '
-        'will not be trained' in told[0]
+        'will not be trained' in warned[0]
     )
     assert (
         'labels 2 to 9 have no images and will not be trained; for a new run, set it to 2'
-        in told[1]
+        in warned[1]
     )
     with pytest.raises(UserError, match=r'model.num_classes: 2, but herd has 3 classes; raise it'):
         classes.check_classes(conditional(number=2), herd('bull', 'cow', 'yak'))

@@ -49,7 +49,7 @@ def test_dataset_json_of_nvlabs(form, tmp_path, told):
     assert source.class_names == ('0', '1', '2', '3', '4', '5')
     np.testing.assert_array_equal(everything(source), [random_pixels(i) for i in range(4)])
     classes.check_classes(CONDITIONAL.replace(model={'num_classes': 6}), source)
-    assert told[0].endswith(': 4 images in 6 classes, labels from dataset.json')
+    assert told[-1].endswith(': 4 images in 6 classes, labels from dataset.json')
 
 
 @pytest.mark.parametrize('form', FORMS)

@@ -46,7 +46,7 @@ def test_a_pipe_is_no_picture(tmp_path):
 @pytest.mark.parametrize('name', ['x.npz', 'x.zip', 'x.tar', 'x.tar.gz', 'x.bin', 'x.bin.gz'])
 def test_a_pipe_is_no_set(name, tmp_path):
     os.mkfifo(tmp_path / name)
-    match = r'expected a file or folder, found something else'
+    match = rf'{name}: expected a file or folder, found something else'
     for prefix in ('', 'cifar10:'):
         fails(f'{prefix}{tmp_path / name}', match)
     with pytest.raises(UserError, match=match), image_sets.open_images(str(tmp_path / name)):

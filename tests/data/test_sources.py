@@ -116,7 +116,7 @@ def test_digits_are_the_real_ones():
 
 
 @pytest.mark.parametrize('form', FORMS)
-def test_forms_agree(tmp_path, form, told):
+def test_forms_agree(tmp_path, form, warned):
     """Order, labels and pixels are the same in a folder and in every archive; other files are
     counted and named.
     """
@@ -134,7 +134,7 @@ def test_forms_agree(tmp_path, form, told):
         ('train/a/notes.txt', 'not an image'),
         ('train/b/empty.png', 'empty file'),
     )
-    (warning,) = told
+    (warning,) = warned
     assert '2 files' in warning
     assert 'train/a/notes.txt (not an image)' in warning
     again = pickle.loads(pickle.dumps(source))

@@ -220,13 +220,13 @@ def test_sets_of_8_bits_are_not_taken_for_wide_ones(tmp_path):
             open_source('digits:', image_shape=(8, 8, channels), reading=how)
 
 
-def test_rounding_to_8_bits_is_said(tmp_path, told):
+def test_rounding_to_8_bits_is_said(tmp_path, warned):
     path = str(write_folder(tmp_path / 'set', {'a.png': write_png16(random_values(0, (8, 8, 3)))}))
     np.save(tmp_path / 'x.npy', random_values(0, (2, 8, 8, 3)))
     for each in (path, path, str(tmp_path / 'x.npy')):
         opened(each, (8, 8, 3), Reading())
         opened(each, (8, 8, 3), WIDE)
-    assert told == [
+    assert warned == [
         f'{path}: 16-bit values are rounded to 8 bits; data.bits=16 keeps 16',
         f'{tmp_path}/x.npy: uint16 values are rounded to 8 bits; data.bits=16 keeps 16',
     ]
@@ -271,28 +271,28 @@ def test_samples_come_in_the_range_of_the_set(tmp_path, channels):
         assert np.asarray(image)[2:-2].min() < 30
 
 
-def test_the_log_of_what_was_read(told, tmp_path):
+def test_the_log_of_what_was_read(logged, tmp_path):
     values = np.full((4, 8, 8, 3), 1000, np.uint16)
     values[:, 0, :, 0], values[:, 1:3, :, 1], values[..., 2] = 0, 4095, 300
     np.save(tmp_path / 'x.npy', values)
     path = str(tmp_path / 'x.npy')
     look.log_pixels(open_source(path, image_shape=(8, 8, 3), reading=TWELVE))
-    assert told == [
+    assert logged == [
         f'{path}: pixels of 4 of 4 images, 8x8x3: red 0 to 1000, mean 875, 12.5% at 0; '
         'green 1000 to 4095, mean 1774, 25.0% at 4095; blue 300 to 300, mean 300; '
         '4% near black (below 256)'
     ]
-    told.clear()
+    logged.clear()
     np.save(tmp_path / 'x.npy', np.clip(values, 9, 2047))
     look.log_pixels(open_source(path, image_shape=(8, 8, 3), reading=WIDE))
-    assert told[-1] == (
+    assert logged[-1] == (
         f'{path}: the values 9 to 2047 are less than 1/16 of the range; data.range=0,2047 would '
         'spread them over all of it'
     )
-    told.clear()
+    logged.clear()
     np.save(tmp_path / 'x.npy', random_values(0, (4, 8, 8, 7)))
     look.log_pixels(open_source(path, image_shape=(8, 8, 7), reading=WIDE))
-    assert ': 7 channels, ' in told[0]
+    assert ': 7 channels, ' in logged[0]
 
 
 def test_a_range_lets_narrow_files_through(tmp_path):

@@ -81,7 +81,7 @@ def test_results_do_not_depend_on_order_or_batch_and_say_how_they_were_come_by()
     told |= {'resize': 'none', 'seed': 0}
     for result in plain:
         row = result.row()
-        assert row['metric'] == result.label
+        assert (row['metric'], row['value']) == (result.label, result.value)
         assert row.items() >= told.items()
         assert json.loads(json.dumps(row)) == row
         for name, value in told.items():

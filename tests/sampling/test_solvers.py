@@ -20,6 +20,7 @@ from jaxunet.diffusion import process as d
 from jaxunet.diffusion.levels import spaced_levels
 from jaxunet.sampling import sampler as s
 from jaxunet.sampling import solvers, subsets
+from jaxunet.sampling.guidance import guided
 from jaxunet.sampling.options import DEFAULT_SKIP_SCHEDULES
 
 EVERY = (0.0, math.inf)
@@ -284,6 +285,32 @@ def test_churn_raises_the_noise_by_what_it_draws():
     most = solvers.heun(a, timesteps, churn=1e9, churn_range=EVERY)
     ratios = sigmas[most.timesteps[2::2]] / sigmas[most.timesteps[1::2]]
     assert ratios.max() == pytest.approx(math.sqrt(2), rel=0.05)
+
+
+@pytest.mark.parametrize('name', ['dpmpp_2m', 'heun'])
+def test_guidance(name):
+    """A guided run is the run of the guided denoiser, label by label."""
+    process = d.make_diffusion(DiffusionConfig(objective='x0'))
+    sampler = s.make_sampler(
+        s.SamplerConfig(name, steps=5, guidance_scale=3.0, clip=False), process, num_classes=10
+    )
+    keys = s.sample_keys(0, range(3))
+    labels = jnp.asarray([4, 0, 9], jnp.int32)
+
+    def denoise(x, t, labels):
+        return 0.1 * jnp.sin(x) + 0.05 * labels.astype(jnp.float32)[:, None, None, None]
+
+    images = sample(guided(denoise, labels, 3.0), keys, (4, 4, 1), sampler)
+
+    def by_hand(x, t):
+        dropped = denoise(x, t, jnp.full_like(labels, -1))
+        return dropped + 3 * (denoise(x, t, labels) - dropped)
+
+    np.testing.assert_allclose(images, sample(by_hand, keys, (4, 4, 1), sampler), atol=2e-5)
+    # −0.05 + 3 · 0.05 · (label + 1), beside a sine of at most 0.1.
+    np.testing.assert_allclose(
+        np.mean(images, axis=(1, 2, 3)), 0.1 + 0.15 * np.array([4, 0, 9]), atol=0.1
+    )
 
 
 def spread(rows, memory, a, leak, variance):

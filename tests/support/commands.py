@@ -194,7 +194,7 @@ def call(
     Returns:
       its stdout, or its stderr if `code` is not 0.
     """
-    env = environment(devices) | (variables or {})
+    env = environment(devices) | {'PYTHONPATH': python_path()} | (variables or {})
     process = (
         subprocess.Popen(
             [sys.executable, '-m', *map(str, arguments)],

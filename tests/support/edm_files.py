@@ -106,12 +106,13 @@ def module(kind: str, state: dict[str, np.ndarray]) -> Call:
 def snapshot(
     state: dict[str, np.ndarray],
     kind: str = edm.SONG,
+    outer: str = 'EDMPrecond',
     **attributes: object,
 ) -> bytes:
     """The file of a network with these tensors."""
     modules = {'model': module(kind, state)}
     fields: dict[str, object] = {'sigma_data': 0.5, '_parameters': {}, '_buffers': {}}
-    net = persistent('EDMPrecond', **fields | {'_modules': modules} | attributes)
+    net = persistent(outer, **fields | {'_modules': modules} | attributes)
     return pickled({'ema': net, 'loss_fn': persistent('EDMLoss', P_mean=-1.2)})
 
 

@@ -170,5 +170,5 @@ def test_a_stopped_sweep_takes_its_point_along(tmp_path):
     timer.cancel()
     assert process.returncode == 130
     assert 'stopped; the same command goes on from here' in err
-    assert_ended(int(child))
+    assert_ended(int(child), seconds=10)
     assert not (tmp_path / 'results.jsonl').exists()

@@ -78,7 +78,8 @@ def test_whatever_a_process_does_is_a_row(faults, tmp_path):
     assert rows[8]['git'] == 'abc1234'
     assert rows[8]['xla_flags'] == os.environ['XLA_FLAGS']
     assert any('timeout: not done after 1.5 s' in line for line in said)
-    assert_ended(int((tmp_path / 'worker').read_text()))  # the worker of the point that hung
+    hung = int((tmp_path / 'worker').read_text())  # the worker of the point that hung
+    assert_ended(hung, seconds=10)
 
 
 def test_done_points_are_not_run_again_and_failed_ones_when_asked(faults, tmp_path):

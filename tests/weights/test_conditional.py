@@ -225,7 +225,9 @@ def test_a_classifier_must_suit_the_model(
     tmp_path: pathlib.Path,
 ) -> None:
     path = file(classifier_state)
-    with pytest.raises(UserError, match=r'classifier of noisy images .* with --classifier$'):
+    with pytest.raises(
+        UserError, match=r'classifier of noisy images .* draws nothing; .* with --classifier$'
+    ):
         read_weights(path, MODEL, new_attention_order=False)
     with pytest.raises(UserError, match='takes square images, but the model draws 16x8'):
         read_classifier(path, MODEL.replace(data={'image_size': (16, 8)}))

@@ -191,6 +191,10 @@ def broken_json(folder: pathlib.Path) -> None:
     (folder / UNET).write_text('{')
 
 
+def a_vae(folder: pathlib.Path) -> None:
+    (folder / 'vae').mkdir()
+
+
 def no_network(folder: pathlib.Path) -> None:
     shutil.rmtree(folder / 'unet')
 
@@ -205,6 +209,7 @@ def no_network(folder: pathlib.Path) -> None:
         (a_pickle_that_runs, 'a bare pickle.*which can run code when loaded'),
         (without_keys, r'attentions\.0\.to_k\.bias: expected shape \(32,\), found none'),
         (broken_json, 'config.json: expected a JSON object'),
+        (a_vae, 'vae: a model of latents'),
         (no_network, 'expected unet/config.json or config.json of a UNet2DModel, found neither'),
     ],
 )

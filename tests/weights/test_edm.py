@@ -290,6 +290,10 @@ MISTAKES: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: whole('map_layer0.weight', ones(64, 32)),
         'map_layer0.weight: .*channel_mult_emb other than 4 is not supported',
     ),
+    'baseline': (
+        lambda: whole(outer='VEPrecond'),
+        "expected a network of the class EDMPrecond, found 'VEPrecond', whose preconditioning",
+    ),
     'classifier': (
         lambda: whole(kind='Classifier'),
         "expected a SongUNet or DhariwalUNet, found 'Classifier'",

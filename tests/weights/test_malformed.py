@@ -220,7 +220,10 @@ LARGE = {'a/data.pkl': GOOD_PICKLE, 'a/data/0': bytes(10**6)}
     [
         (b'', r"byte 0: expected a zip archive .* found b''"),
         (b'hello world', 'byte 0: expected a zip archive'),
-        (b'\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.' + bytes(100), "this is PyTorch's old format"),
+        (
+            b'\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.' + bytes(100),
+            "byte 0: this is PyTorch's old format",
+        ),
         (pickle.dumps({'a': 1}, protocol=2), "byte 0: this is PyTorch's old format"),
         (b'PK\x03\x04', 'truncated or damaged: its directory'),
         (b'PK\x03\x04' + bytes(500), 'truncated or damaged: its directory'),
@@ -233,7 +236,10 @@ LARGE = {'a/data.pkl': GOOD_PICKLE, 'a/data/0': bytes(10**6)}
         (archive(LARGE, zipfile.ZIP_DEFLATED), r'entry .data.* is compressed \('),
         (archive(LARGE, zipfile.ZIP_BZIP2), 'is compressed'),
         (with_pickle(GOOD_PICKLE), 'w: its entry data/0 is missing'),
-        (with_pickle(GOOD_PICKLE, **{'data/0': bytes(15)}), 'w: expected 16 bytes .*, found 15'),
+        (
+            with_pickle(GOOD_PICKLE, **{'data/0': bytes(15)}),
+            'w: expected 16 bytes in entry data/0, found 15',
+        ),
         (
             with_pickle(GOOD_PICKLE, **FOUR, byteorder=b'middle'),
             "byteorder: expected little or big, found 'middle'",
@@ -272,7 +278,10 @@ DAMAGED = 'the pickle is damaged or truncated'
             b'cos\nsystem\n(S"echo"\ntR.',
             'byte 0: the global "os.system" is not allowed: such a file could run code',
         ),
-        (b'ctorch.storage\n_load_from_bytes\n.', r'storage\._load_from_bytes" is not allowed'),
+        (
+            b'ctorch.storage\n_load_from_bytes\n.',
+            'global "torch.storage._load_from_bytes" is not allowed',
+        ),
         (b'(icollections\nOrderedDict\n.', 'opcode INST is not allowed'),
         (b'ctorch\nFloatStorage\n)R.', 'a call of something that is not a function of the format'),
         (b'\x80\x02K\x01Q.', 'expected a reference to a storage'),
@@ -299,8 +308,14 @@ def test_pt_pickles(tmp_path: pathlib.Path, content: object, message: str) -> No
         ((4, 0, (0, 10**12), (1, 1)), 'expected a tensor with elements'),
         ((10**15, 0, (2,), (1,)), r'expected 4(,000){5} bytes in entry data/0, found 16'),
         ((-4, 0, (2,), (1,)), 'size of 0 or more'),
-        ((4, 0, (2,), (1,), b'ComplexFloatStorage'), r'\.ComplexFloatStorage" is not allowed'),
-        ((4, 0, (2,), (1,)), "is missing: this is not a UNet with guided-diffusion's names"),
+        (
+            (4, 0, (2,), (1,), b'ComplexFloatStorage'),
+            'global "torch.ComplexFloatStorage" is not allowed',
+        ),
+        (
+            (4, 0, (2,), (1,)),
+            "time_embed.0.weight is missing: this is not a UNet with guided-diffusion's names",
+        ),
     ],
 )
 def test_pt_tensors(tmp_path: pathlib.Path, tensor: tuple[Any, ...], message: str) -> None:

@@ -41,7 +41,7 @@ from jaxunet.weights.files import METADATA
         ({'out.2.bias': None}, r'out.2.bias: missing, expected shape \(3,\)'),
         (
             {'time_embed.0.weight': None},
-            r"is missing: this is not a UNet with guided-diffusion's names \(found \d+ tensors",
+            r'time_embed.0.weight is missing: this is not a UNet with .*names \(found \d+ tensors',
         ),
         ({'input_blocks.0.0.weight': None}, 'input_blocks.0.0.weight is missing'),
         ({'out.2.weight': None}, 'out.2.weight is missing'),
@@ -95,6 +95,14 @@ def test_state_dicts(
             tensors[name] = np.asarray(value, np.float32)
     data = torch_bytes(tensors) if extension == 'pt' else safetensors_bytes(tensors)
     refuse(tmp_path / f'a.{extension}', data, f'(?s){message}', new_attention_order=False, **STATED)
+
+
+@pytest.mark.parametrize('extension', ['pt', 'safetensors'])
+def test_other_prefixes_are_kept(tmp_path: pathlib.Path, extension: str) -> None:
+    tensors = {f'model.{name}': value for name, value in state().items()}
+    data = torch_bytes(tensors) if extension == 'pt' else safetensors_bytes(tensors)
+    message = r"time_embed.0.weight .*not a UNet with guided-diffusion's names \(found \d+ tensors"
+    refuse(tmp_path / f'a.{extension}', data, message, new_attention_order=False, **STATED)
 
 
 # --- .safetensors
