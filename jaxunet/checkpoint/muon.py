@@ -1,14 +1,16 @@
 """Muon (Jordan 2024, kellerjordan.github.io/posts/muon): orthogonal steps for matrices.
 
 optax's Muon runs separate matrix products for each weight: thousands of small kernels in a step of
-a UNet. Here, weights of the same shape are stacked and share their products. The state is that of
-optax.
+a UNet, and XLA compiles each for long. Here, weights of similar shapes are transposed and padded to
+one shape, stacked, and share their products. The state is that of optax.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ BLOCKS = ('down_', 'middle_', 'up_')  # first names of the weights of residual a
 MUON, ADAM = 'muon', 'adam'  # the optimizers of the parts
 BETA = 0.95  # decay of the momentum
 ITERATIONS = 5
+PADDING = 0.08  # work that padding may add to the products, as a share of them
 STEP_RMS = 0.2  # root mean square of a step, in learning rates; about that of AdamW
 
 
@@ -95,16 +98,41 @@ def orthogonal_momentum(dtype: DTypeLike) -> optax.GradientTransformation:
         leaves, structure = jax.tree.flatten(
             jax.tree.map(lambda m, g: ahead * m + now * g, mu, grads)
         )
-        same = collections.defaultdict(list)
-        for number, leaf in enumerate(leaves):
-            same[_matrix_shape(leaf)].append(number)
-        for shape, numbers in same.items():
-            stacked = jnp.stack([leaves[i].reshape(shape).astype(dtype) for i in numbers])
+        for shape, numbers in stacks([_matrix_shape(leaf) for leaf in leaves]).items():
+            stacked = jnp.stack([_tall(leaves[i].astype(dtype), shape) for i in numbers])
             for i, matrix in zip(numbers, orthogonal(stacked, state.ns_coeffs), strict=True):
-                leaves[i] = matrix.reshape(leaves[i].shape).astype(leaves[i].dtype)
+                leaves[i] = _as_before(matrix, leaves[i])
         return jax.tree.unflatten(structure, leaves), state._replace(count=count, mu=mu)
 
     return optax.GradientTransformation(optax.contrib.scale_by_muon().init, update)
+
+
+def stacks(shapes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], list[int]]:
+    """Returns the numbers of the matrices of each stack, by the shape of its padded matrices.
+
+    Matrices of one shape, or of its transpose, are in one stack. The two stacks whose padding to
+    one shape adds the least work are joined, again and again, until all padding would add more than
+    `PADDING` to the work without any.
+
+    Args:
+      shapes: rows and columns of each matrix. Those of a stack have rows ≥ columns.
+    """
+    found = collections.defaultdict(list)
+    for number, shape in enumerate(shapes):
+        found[max(shape), min(shape)].append(number)
+    left = PADDING * sum(len(numbers) * _work(shape) for shape, numbers in found.items())
+    while len(found) > 1:
+        joins = []
+        for one, other in itertools.combinations(sorted(found), 2):
+            both = max(one[0], other[0]), max(one[1], other[1])
+            added = sum(len(found[s]) * (_work(both) - _work(s)) for s in (one, other))
+            joins.append((added, both, one, other))
+        added, both, one, other = min(joins)
+        left -= added
+        if left < 0:
+            break
+        found[both] = found.pop(one) + found.pop(other) + found.pop(both, [])
+    return dict(found)
 
 
 def orthogonal(
@@ -113,26 +141,44 @@ def orthogonal(
     """Returns matrices with the same singular vectors and values of about 1 (0.7 to 1.2).
 
     Applies the polynomial a·x + b·x³ + c·x⁵ to the singular values `ITERATIONS` times, by matrix
-    products (Newton-Schulz). A matrix of zeros stays zero.
+    products (Newton-Schulz). Rows and columns of zeros stay zero and change no other element.
 
     Args:
+      matrices: least work if rows ≥ columns.
       coefficients: a, b and c.
     """
     a, b, c = coefficients.astype(matrices.dtype)
-    wide = matrices.shape[1] <= matrices.shape[2]  # x xᵀ is then no larger than xᵀ x
     square = jnp.square(matrices.astype(jnp.float32)).sum((1, 2), keepdims=True)
     x = matrices / (jnp.sqrt(square) + 1e-8).astype(matrices.dtype)
     for _ in range(ITERATIONS):
-        transposed = jnp.swapaxes(x, 1, 2)
-        gram = x @ transposed if wide else transposed @ x
-        factor = b * gram + c * (gram @ gram)
-        x = a * x + (factor @ x if wide else x @ factor)
+        gram = jnp.swapaxes(x, 1, 2) @ x
+        x = a * x + x @ (b * gram + c * (gram @ gram))
     return x
 
 
 def _matrix_shape(weights: Array) -> tuple[int, int]:
     """Returns the rows (inputs) and columns (outputs) of a weight array as a matrix."""
     return math.prod(weights.shape[:-1]), weights.shape[-1]
+
+
+def _work(shape: tuple[int, int]) -> int:
+    """Returns the multiplications of an iteration of `orthogonal` for a matrix."""
+    rows, columns = shape
+    return 2 * rows * columns**2 + columns**3
+
+
+def _tall(weights: Array, shape: tuple[int, int]) -> Float[Array, 'rows columns']:
+    """Returns weights as a matrix with rows ≥ columns, padded with zeros to `shape`."""
+    matrix = weights.reshape(_matrix_shape(weights))
+    tall = matrix.T if matrix.shape[0] < matrix.shape[1] else matrix
+    return jnp.pad(tall, [(0, shape[axis] - tall.shape[axis]) for axis in range(2)])
+
+
+def _as_before(tall: Float[Array, 'rows columns'], weights: Array) -> Array:
+    """Returns the matrix of `_tall` in the shape and type of `weights`, without the padding."""
+    rows, columns = _matrix_shape(weights)
+    matrix = tall[:columns, :rows].T if rows < columns else tall[:rows, :columns]
+    return matrix.reshape(weights.shape).astype(weights.dtype)
 
 
 def _labels(params: Params) -> PyTree:

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.configs import CONFIGS, load
 from support.tiny import tiny_config
 
 from jaxunet.checkpoint import store
 from jaxunet.checkpoint.load import load_initial, load_model
-from jaxunet.checkpoint.muon import MUON, STEP_RMS, matrix_steps, orthogonal, part
+from jaxunet.checkpoint.muon import (
+    MUON,
+    PADDING,
+    STEP_RMS,
+    matrix_steps,
+    orthogonal,
+    orthogonal_momentum,
+    part,
+    stacks,
+)
 from jaxunet.checkpoint.optimizer import get_moments, learning_rate_schedule, make_optimizer
 from jaxunet.checkpoint.state import fresh_state
-from jaxunet.config import Config
+from jaxunet.config import Config, resolve
+from jaxunet.model.unet import build_unet, init_params
 from jaxunet.ops.backends import choose
 from jaxunet.training.update import make_update
 
@@ -69,7 +81,7 @@ def test_a_matrix_moves_by_an_orthogonal_step(layer, first_step):
 
 
 def test_steps_and_state_are_those_of_optax(state):
-    """Three steps of all matrices, by products of stacks of one shape and of each alone."""
+    """Three steps of all matrices, by products of padded stacks and of each alone."""
 
     def axes(params):
         return jax.tree.map(
@@ -88,6 +100,8 @@ def test_steps_and_state_are_those_of_optax(state):
     ours = matrix_steps(config, learning_rate_schedule(config))
     found, expected = ([matrices, rule.init(matrices), rule] for rule in (ours, theirs))
     draw = np.random.default_rng(2).standard_normal
+    shapes = [(math.prod(p.shape[:-1]), p.shape[-1]) for p in jax.tree.leaves(matrices)]
+    assert {(32, 8), (8, 8), (8, 24)} <= {shapes[i] for i in stacks(shapes)[32, 8]}
     for _ in range(3):
         grads = jax.tree.map(lambda p: draw(p.shape).astype(np.float32), matrices)
         for side in found, expected:
@@ -98,6 +112,48 @@ def test_steps_and_state_are_those_of_optax(state):
     assert jax.tree.structure(found[1]) == jax.tree.structure(known)
     for a, b in zip(jax.tree.leaves(found[:2]), jax.tree.leaves((expected[0], known)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3 * RATE)
+
+
+def test_few_stacks_take_the_many_shapes_of_a_network():
+    """Each matrix fits its stack, and padding adds less work than it may."""
+    config = resolve(load(next(p for p in CONFIGS if p.stem == 'elephants64')))
+    params = jax.eval_shape(lambda: init_params(build_unet(config), config, jax.random.key(0)))
+    matrices = part(MUON, params)
+    shapes = [(math.prod(p.shape[:-1]), p.shape[-1]) for p in jax.tree.leaves(matrices)]
+    found = stacks(shapes)
+    assert sorted(number for numbers in found.values() for number in numbers) == list(range(103))
+    assert (len(set(shapes)), len(found)) == (36, 12)
+    work = {False: 0, True: 0}
+    for stack, numbers in found.items():
+        for i in numbers:
+            tall = max(shapes[i]), min(shapes[i])
+            assert min(np.subtract(stack, tall)) >= 0
+            for padded, (rows, columns) in ((True, stack), (False, tall)):
+                work[padded] += 2 * rows * columns**2 + columns**3
+    assert 1 < work[True] / work[False] <= 1 + PADDING
+    rule = orthogonal_momentum(jnp.bfloat16)
+    traced = jax.make_jaxpr(rule.update)(matrices, jax.eval_shape(rule.init, matrices))
+    assert str(traced).count('dot_general[') == 12 * 3 * 5
+
+
+def test_stacks_do_not_depend_on_the_order_of_the_weights():
+    small = [(32, 8), (8, 8), (8, 24), (24, 8), (16, 8)]
+    expected = {(144, 8): [(144, 8)] * 4, (72, 8): [(72, 8)] * 6, (32, 8): sorted(small)}
+    shapes = [shape for group in expected.values() for shape in group]
+    for order in shapes, shapes[::-1], sorted(shapes):
+        found = stacks(order)
+        assert {stack: sorted(order[i] for i in found[stack]) for stack in found} == expected
+
+
+@pytest.mark.parametrize(('dtype', 'tolerance'), [('float32', 2e-6), ('bfloat16', 2e-2)])
+def test_padding_stays_zero_and_changes_no_other_element(dtype, tolerance):
+    tall = jnp.asarray(np.random.default_rng(5).standard_normal((3, 72, 16)), dtype)
+    padded = np.asarray(orthogonal(jnp.pad(tall, ((0, 0), (0, 40), (0, 8))), COEFFICIENTS))
+    assert not padded[:, 72:].any()
+    assert not padded[:, :, 16:].any()
+    expected = np.asarray(orthogonal(tall, COEFFICIENTS), np.float32)
+    assert np.abs(expected).max() > 0.3
+    np.testing.assert_allclose(padded[:, :72, :16].astype(np.float32), expected, atol=tolerance)
 
 
 def test_half_precision_leaves_the_singular_values_near_1():
