@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Shaped
 
 from jaxunet.data.npz import check_labels
-from jaxunet.data.rules import class_order
 from jaxunet.data.source import ArraySource
 from jaxunet.runtime.errors import UserError
 
@@ -33,11 +32,8 @@ def source_of(
         raise UserError('images: expected one or more, found none')
     named = None if class_names is None else np.array(list(class_names), np.str_)
     given = None if labels is None else np.atleast_1d(np.asarray(labels))
-    if given is not None and given.dtype.kind in 'UO' and all(isinstance(x, str) for x in given):
-        names = sorted(set(given.tolist()), key=class_order) if named is None else named.tolist()
-        if unknown := set(given.tolist()) - set(names):
-            raise UserError(f'labels: class_names lacks {sorted(unknown)[0]!r}; add it')
-        given, named = np.array([names.index(x) for x in given]), np.array(names, np.str_)
+    if given is not None and given.dtype.kind == 'O' and all(isinstance(x, str) for x in given):
+        given = given.astype(np.str_)
     numbers, texts = check_labels(NAME, len(pixels), given, named)
     return ArraySource(NAME, pixels, (*pixels.shape[1:],), numbers, texts, None)
 

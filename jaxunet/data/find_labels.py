@@ -17,7 +17,7 @@ from jaxunet.data.labels import (
     checked,
     numbered,
 )
-from jaxunet.data.rules import by_class, find_classes
+from jaxunet.data.rules import by_class, find_classes, spelled
 from jaxunet.data.source import no_labels
 from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.errors import UserError, listed, near_misses, printable
@@ -100,16 +100,16 @@ def _by_side(files: FileSet, how: str) -> Labels | None:
     keys = [sample_key(name)[0] for name in files.images]
     known = set(keys)
     beside = {suffix: found for suffix, found in beside.items() if not known.isdisjoint(found)}
-    suffix, column = how or CLS, ''
-    if suffix not in beside:
+    suffix, column = spelled(how or CLS, beside), ''
+    if not suffix:
         files.columns += beside
         sample = next((beside[JSON][key] for key in keys if key in beside.get(JSON, ())), None)
         if sample is None:
             return None
         first = _loaded(files, sample)
         files.columns += first
-        suffix, column = JSON, how or LABEL
-        if column not in first:
+        suffix, column = JSON, spelled(how or LABEL, first)
+        if not column:
             return None
     found = beside[suffix]
     _check_keys(files, keys, found, suffix)

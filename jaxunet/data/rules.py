@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import PurePosixPath
 
 import numpy as np
@@ -143,6 +143,12 @@ def whole_names(given: Sequence[str], known: Sequence[str]) -> list[str]:
 
 def _without_gaps(name: str) -> str:
     return re.sub(r'\s*,\s*', ',', class_name(name))
+
+
+def spelled(name: str, columns: Collection[str]) -> str:
+    """Returns the column of this name, or else the only one that differs in case; '' = none."""
+    alike = [column for column in columns if column.casefold() == name.casefold()]
+    return name if name in alike else alike[0] if len(alike) == 1 else ''
 
 
 def class_order(name: str) -> tuple[bool, int, str]:
