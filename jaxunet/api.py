@@ -41,6 +41,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.guarded import guarded
 from jaxunet.runtime.paths import check_path, expanded
 from jaxunet.runtime.progress import hidden
+from jaxunet.sampling.arguments import as_progress, as_type
 from jaxunet.sampling.model import Model, load
 from jaxunet.training import loop
 from jaxunet.training.evaluation import FEATURE_BATCH, Colour, Evaluator
@@ -127,6 +128,7 @@ def train(
       UserError: the config, the images or the workdir do not fit, or the run cannot go on. What was
         trained is saved.
     """
+    progress = as_progress(progress)
     rows = train_rows(
         images,
         workdir=workdir,
@@ -173,6 +175,7 @@ def train_rows(
     Returns the `Run`; raises as `train`.
     """
     check_path(workdir, 'workdir')
+    bar = as_type('bar', bar, bool)
     given = None
     if images is not None and not isinstance(images, str | os.PathLike):
         given = source_of(images, labels, class_names)

@@ -7,6 +7,7 @@ import contextlib
 import operator
 import os
 import threading
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -31,7 +32,7 @@ from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.guarded import guarded
 from jaxunet.runtime.paths import check_path
 from jaxunet.runtime.progress import progress_bar
-from jaxunet.sampling.arguments import as_options, as_type
+from jaxunet.sampling.arguments import as_options, as_progress, as_type
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.guidance import Weaker
 from jaxunet.sampling.low_res import given_pictures
@@ -194,6 +195,7 @@ class Model:
         given = low_res if condition is None else condition
         pictures = given_pictures(self.config, given)
         n = n if n is not None else 16 if pictures is None else len(pictures)
+        progress = as_progress(progress)
         n, batch_size = _whole('n', n, 1), _whole('batch_size', batch_size, 1)
         seed = _whole('seed', seed, 0)
         if not (guide is None or isinstance(guide, Model)):
@@ -360,6 +362,10 @@ def load(
       UserError: nothing there can be read, or it leaves open what the message names.
     """
     check_path(path, 'path')
+    as_type('ema', ema, str)
+    as_type('new_attention_order', new_attention_order, bool | None)
+    if not (config is None or isinstance(config, Config)):
+        raise UserError(f'config: expected a jaxunet.config.Config, found {config!r}')
     given: dict[str, Any] = {'config': config, 'new_attention_order': new_attention_order, **stated}
     if preset is not None:
         if preset not in PRESETS:
@@ -369,11 +375,12 @@ def load(
             raise UserError(f'preset: {preset} already describes the model; leave the others out')
         found = PRESETS[preset]
         given = {'config': found.config(), 'new_attention_order': found.new_attention_order}
+    hints = typing.get_type_hints(Stated)
     for name, value in stated.items():
-        if name not in Stated.__annotations__:
-            raise UserError(f'{name}: unknown option{near_misses(name, Stated.__annotations__)}')
-        if name.endswith('_size') and isinstance(value, int):
-            given[name] = (value,)
+        if name not in hints:
+            raise UserError(f'{name}: unknown option{near_misses(name, hints)}')
+        one = name.endswith('_size') and isinstance(value, int)
+        given[name] = as_type(name, (value,) if one else value, hints[name])
     weights = load_model(os.fspath(path), ema=ema, **given)
     changes = {'backend': backend, 'precision': precision}
     fields = to_dict(weights.config) | {k: v for k, v in changes.items() if v is not None}

@@ -169,7 +169,10 @@ def test_a_saved_model_draws_the_same(model, tmp_path):
         ({'levels': [[1], [2, 3]]}, 'levels: expected a tuple of numbers, found [[1], [2, 3]]'),
         ({'guidance_range': (1, 2, 3)}, 'guidance_range: expected a tuple of 2 numbers, found (1'),
         ({'timesteps': (0, 1.5)}, 'timesteps: expected a tuple of whole numbers, found (0, 1.5)'),
+        ({'progress': 'a'}, "progress: expected True or False or a function, found 'a'"),
+        ({'progress': 1}, 'progress: expected True or False or a function, found 1'),
         ({'mask': np.ones((8, 8))}, 'mask: needs init_image'),
+        ({'init_image': 'a\0b'}, r'a path has the character NUL (\0) in it'),
         ({'init_image': np.zeros((8, 8)), 'mask': np.zeros((4, 4))}, 'mask: expected the size'),
         ({'init_image': np.zeros((8, 8)), 'mask': np.zeros((8, 8))}, 'mask: nothing to redraw'),
         ({'low_res': np.zeros((1, 4, 4))}, 'low_res: the model draws from noise alone'),
@@ -206,10 +209,32 @@ def test_files_that_do_not_fit_are_errors(tmp_path):
         jaxunet.load(tmp_path, preset='adm')
 
 
-def test_what_is_no_path_is_an_error(model):
+@pytest.mark.parametrize(
+    ('options', 'error'),
+    [
+        ({'ema': 0.999}, 'ema: expected a text, found 0.999'),
+        ({'new_attention_order': 'old'}, "new_attention_order: expected True or False, found 'old'"),
+        ({'rescale_timesteps': 'no'}, "rescale_timesteps: expected True or False, found 'no'"),
+        ({'diffusion_steps': '100'}, "diffusion_steps: expected a whole number, found '100'"),
+        ({'image_size': 'big'}, "image_size: expected a tuple of whole numbers, found 'big'"),
+        ({'config': 'digits'}, "config: expected a jaxunet.config.Config, found 'digits'"),
+    ],
+)
+def test_what_a_file_leaves_open_has_types(options, error, tmp_path):
+    with pytest.raises(jaxunet.UserError, match=re.escape(error)):
+        jaxunet.load(tmp_path / 'a.pt', **options)
+
+
+def test_what_is_no_path_is_an_error(model, tmp_path):
     for call in (jaxunet.load, model.save):
         with pytest.raises(jaxunet.UserError, match=r'^path: expected a path, .* found None$'):
             call(None)
+        with pytest.raises(jaxunet.UserError, match=r"^path: .* found 'a.x00b', with a NUL in it$"):
+            call('a\0b')
+    network = str(write_untrained(tmp_path))
+    for sides in (('a\0b', 'digits:'), ('digits:', 'a\0b')):
+        with pytest.raises(jaxunet.UserError, match='no such file or folder'):
+            jaxunet.evaluate(*sides, features=network)
     with pytest.raises(jaxunet.UserError, match=r'^model: expected a Model, .* found None$'):
         jaxunet.evaluate(None)
     with pytest.raises(jaxunet.UserError, match=r'^metrics: expected some of fid, .* found none$'):
