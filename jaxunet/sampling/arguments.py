@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import typing
 from types import EllipsisType, GenericAlias
 from typing import Any
@@ -28,6 +30,14 @@ def as_options(given: dict[str, Any]) -> dict[str, Any]:
         if name not in hints:
             raise UserError(f'{name}: unknown option{near_misses(name, hints)}')
     return {name: as_type(name, value, hints[name]) for name, value in given.items()}
+
+
+def as_whole(name: str, value: Any, least: int) -> int:
+    """Returns a whole number of Python, NumPy or JAX; raises `UserError` for anything else."""
+    with contextlib.suppress(TypeError):
+        if (number := operator.index(value)) >= least:
+            return number
+    raise UserError(f'{name}: expected {least} or more, found {value!r}')
 
 
 def as_progress(progress: Any) -> Any:

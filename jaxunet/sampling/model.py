@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import operator
 import os
 import threading
 import typing
@@ -32,7 +30,7 @@ from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.guarded import guarded
 from jaxunet.runtime.paths import check_path
 from jaxunet.runtime.progress import progress_bar
-from jaxunet.sampling.arguments import as_options, as_progress, as_type
+from jaxunet.sampling.arguments import as_options, as_progress, as_type, as_whole
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.guidance import Weaker
 from jaxunet.sampling.low_res import given_pictures
@@ -192,12 +190,11 @@ class Model:
         """
         if low_res is not None and condition is not None:
             raise UserError('low_res, condition: are one argument; give one of them')
-        given = low_res if condition is None else condition
-        pictures = given_pictures(self.config, given)
+        pictures = given_pictures(self.config, low_res if condition is None else condition)
         n = n if n is not None else 16 if pictures is None else len(pictures)
         progress = as_progress(progress)
-        n, batch_size = _whole('n', n, 1), _whole('batch_size', batch_size, 1)
-        seed = _whole('seed', seed, 0)
+        n, batch_size = as_whole('n', n, 1), as_whole('batch_size', batch_size, 1)
+        seed = as_whole('seed', seed, 0)
         if not (guide is None or isinstance(guide, Model)):
             raise UserError(f'guide: expected a model, as of jaxunet.load(PATH), found {guide!r}')
         if guide is None:
@@ -363,10 +360,10 @@ def load(
     """
     check_path(path, 'path')
     as_type('ema', ema, str)
-    as_type('new_attention_order', new_attention_order, bool | None)
     if not (config is None or isinstance(config, Config)):
         raise UserError(f'config: expected a jaxunet.config.Config, found {config!r}')
-    given: dict[str, Any] = {'config': config, 'new_attention_order': new_attention_order, **stated}
+    order = as_type('new_attention_order', new_attention_order, bool | None)
+    given: dict[str, Any] = {'config': config, 'new_attention_order': order, **stated}
     if preset is not None:
         if preset not in PRESETS:
             known = f'{", ".join(sorted(PRESETS))}, found {preset!r}{near_misses(preset, PRESETS)}'
@@ -385,14 +382,6 @@ def load(
     changes = {'backend': backend, 'precision': precision}
     fields = to_dict(weights.config) | {k: v for k, v in changes.items() if v is not None}
     return Model(weights, resolve(fields))
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    """Returns a whole number of Python, NumPy or JAX; raises `UserError` for anything else."""
-    with contextlib.suppress(TypeError):
-        if (number := operator.index(value)) >= least:
-            return number
-    raise UserError(f'{name}: expected {least} or more, found {value!r}')
 
 
 def _is_path(value: object) -> bool:

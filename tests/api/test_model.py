@@ -28,7 +28,8 @@ from jaxunet import api
 from jaxunet.checkpoint.load import Model as Weights
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.data.sources import open_source
-from jaxunet.sampling.model import Model, _whole
+from jaxunet.sampling.arguments import as_whole
+from jaxunet.sampling.model import Model
 
 QUICK = {'steps': 2, 'progress': False}
 
@@ -189,7 +190,7 @@ def test_options_that_do_not_fit_are_errors(options, error, model):
 @pytest.mark.parametrize('two', [2, np.int64(2), np.array(2), jnp.int32(2)], ids=repr)
 def test_whole_numbers_of_numpy_and_jax_are_numbers(two):
     """Called by itself, as the types of `sample` are checked in tests."""
-    found = _whole('n', two, 1)
+    found = as_whole('n', two, 1)
     assert (found, type(found)) == (2, int)
 
 
@@ -213,7 +214,10 @@ def test_files_that_do_not_fit_are_errors(tmp_path):
     ('options', 'error'),
     [
         ({'ema': 0.999}, 'ema: expected a text, found 0.999'),
-        ({'new_attention_order': 'old'}, "new_attention_order: expected True or False, found 'old'"),
+        (
+            {'new_attention_order': 'old'},
+            "new_attention_order: expected True or False, found 'old'",
+        ),
         ({'rescale_timesteps': 'no'}, "rescale_timesteps: expected True or False, found 'no'"),
         ({'diffusion_steps': '100'}, "diffusion_steps: expected a whole number, found '100'"),
         ({'image_size': 'big'}, "image_size: expected a tuple of whole numbers, found 'big'"),

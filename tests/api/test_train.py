@@ -243,7 +243,11 @@ def test_devices_that_stall_are_an_error(tmp_path, monkeypatch):
         (digits(4), {'workdir': 3}, 'workdir: expected a path, .*, found an object of type int'),
         (digits(4), {'data': 3}, 'data: is a section'),
         (digits(4), {'progress': 'a'}, "progress: expected True or False or a function, found 'a'"),
-        (digits(4), {'workdir': 'a\0b'}, "workdir: expected a path, .*, found 'a.x00b', with a NUL"),
+        (
+            digits(4),
+            {'workdir': 'a\0b'},
+            "workdir: expected a path, .*, found 'a.x00b', with a NUL",
+        ),
         ('a\0b.zip', {}, 'no such file or folder'),
     ],
 )
