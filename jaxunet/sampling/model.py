@@ -89,8 +89,15 @@ class Model:
           params: weights to use; None = `Model.params`.
 
         Returns what the objective predicts, such as the noise; float32.
+
+        Raises:
+          UserError: images of another shape, or labels for an unconditional model.
         """
-        images = jnp.asarray(x)
+        images, channels = jnp.asarray(x), self.config.image_shape[2]
+        if images.ndim != 4 or images.shape[3] != channels:
+            raise UserError(
+                f'x: expected shape (n, height, width, {channels}), found {images.shape}'
+            )
         t = jnp.broadcast_to(jnp.asarray(t), images.shape[:1])
         if self.config.model.num_classes:
             labels = jnp.broadcast_to(jnp.asarray(-1 if labels is None else labels), t.shape)
@@ -114,6 +121,7 @@ class Model:
             cannot be written.
         """
         check_path(path, 'path')
+        as_type('license', license, str)
         params = jax.tree.map(np.asarray, self.params)
         with guarded('the weights'):
             if names_folder(path, format):

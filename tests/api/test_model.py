@@ -93,6 +93,7 @@ def test_a_folder_for_diffusers(model, tmp_path):
     assert (tmp_path / 'other' / 'model_index.json').exists()
     for options, message in (
         ({'license': 'mit'}, 'license: only a folder'),
+        ({'license': 3}, 'license: expected a text, found 3'),
         ({'format': 'onnx'}, "format: expected diffusers, found 'onnx'"),
     ):
         with pytest.raises(jaxunet.UserError, match=message):
@@ -135,6 +136,9 @@ def test_the_network_is_a_function_of_its_parameters(model):
     gradients = jax.jit(jax.grad(loss))(model.params)
     assert jax.tree.structure(gradients) == jax.tree.structure(model.params)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+    for other in (x[0], x[..., :0]):
+        with pytest.raises(jaxunet.UserError, match=r'^x: expected shape \(n, height, width, 1\)'):
+            model.predict(other, 3)
 
 
 def test_a_saved_model_draws_the_same(model, tmp_path):
@@ -176,7 +180,7 @@ def test_a_saved_model_draws_the_same(model, tmp_path):
         ({'init_image': 'a\0b'}, r'a path has the character NUL (\0) in it'),
         ({'init_image': np.zeros((8, 8)), 'mask': np.zeros((4, 4))}, 'mask: expected the size'),
         ({'init_image': np.zeros((8, 8)), 'mask': np.zeros((8, 8))}, 'mask: nothing to redraw'),
-        ({'low_res': np.zeros((1, 4, 4))}, 'low_res: the model draws from noise alone'),
+        ({'low_res': np.zeros((1, 4, 4))}, 'low_res, condition: the model draws from noise alone'),
         ({'init_image': np.full((8, 8), 9.0)}, 'of the set, or scale the values'),
         ({'guide': 'runs/weak'}, "guide: expected a model, as of jaxunet.load(PATH), found 'runs"),
         ({'seed': -1}, 'seed'),
@@ -247,13 +251,17 @@ def test_what_is_no_path_is_an_error(model, tmp_path):
         jaxunet.evaluate('digits:', 'digits:', 3)
     with pytest.raises(jaxunet.UserError, match=r'^features: expected the name .* type int$'):
         jaxunet.evaluate('digits:', 'digits:', features=3)
+    with pytest.raises(jaxunet.UserError, match=r"^seed: expected 0 or more, found 'a'$"):
+        jaxunet.evaluate('digits:', 'digits:', features='inception', seed='a')
 
 
 def test_a_model_and_images_are_measured(model, tmp_path):
-    features = str(write_untrained(tmp_path))
+    features = write_untrained(tmp_path)
     real = open_source('digits:', image_shape=(8, 8, 1)).load(np.arange(20))
     found = jaxunet.evaluate(model, real, ('fid', 'kid'), features=features)
-    again = jaxunet.evaluate(model, real, ('fid', 'kid'), features=features, num_samples=6)
+    again = jaxunet.evaluate(
+        model, real, ('fid', 'kid'), features=features, num_samples=np.int64(6)
+    )
     assert found.keys() == again.keys()
     assert found != again
     same = jaxunet.evaluate(real, real, 'fid', features=features)
