@@ -60,13 +60,16 @@ def _find(files: FileSet, how: str) -> Labels:
                 f'data.labels: {files.shown} has no labels named {how!r}'
                 f'{near_misses(how, [*columns, FOLDERS, NAMES])}; expected {FOLDERS}, {NAMES}'
                 + (f', or one of {listed(columns)}' if columns else ', or a column of metadata.csv')
+                + ''.join(f'; {why}' for why in files.passed_over)
             )
     paths = [name.partition('/')[2] for name in files.images] if files.shards else files.images
     found, names, missing = find_classes(list(paths), strip_leading=files.strip_leading)
-    if not names and files.columns and not missing:
+    if not (names or missing) and files.columns:
         missing = (
             f'no column is named {LABEL}: data.labels=NAME takes one of {listed(files.columns)}'
         )
+    if not (names or missing) and files.passed_over:
+        missing = files.passed_over[0]
     return Labels(found, names, missing, 'folders' if names else '')
 
 

@@ -18,7 +18,7 @@ from jaxunet.data.labels import (
     checked,
     numbered,
 )
-from jaxunet.data.rules import LABEL_FILES, spelled
+from jaxunet.data.rules import LABEL_FILES, bare_name, spelled
 from jaxunet.data.source import no_labels
 from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.errors import UserError, listed, printable
@@ -116,6 +116,11 @@ def _of_column(
     files.columns += others if paths else []
     column = others[0] if only and len(others) == 1 and not how else spelled(how or LABEL, others)
     if not column:
+        if not paths:
+            what = (
+                f'a column {FILE_NAME}, found {listed(columns)}' if columns else 'rows, found none'
+            )
+            files.passed_over.append(f'{where}: expected {what}')
         return None, ''
     if not paths:
         raise UserError(
@@ -163,9 +168,12 @@ def _assigned(entries: list[_Entry], folder: str, files: FileSet, where: str) ->
     places: dict[int, str] = {}
     lost = [entry for entry, row in zip(entries, of, strict=True) if row < 0]
     if lost:
+        whole = {bare_name(name): name for name in files.images}.get(_key(lost[0].image))
         raise UserError(
             f'{where}: {lost[0].at}: {printable(lost[0].image)}: no such image in the set'
-            f'{and_more(len(lost))}; {ADVICE}'
+            f'{and_more(len(lost))}'
+            + (f'; did you mean "{printable(whole)}"?' if whole else '')
+            + f'; {ADVICE}'
         )
     for entry, row in zip(entries, of, strict=True):
         if row in places:

@@ -67,6 +67,7 @@ class FileSet:
       strip_leading: see `find_classes`.
       shards: the first folder of each path is an archive.
       columns: names that `data.labels` could have had, for messages.
+      passed_over: why files with the name of a file of labels have none.
     """
 
     shown: str
@@ -76,6 +77,7 @@ class FileSet:
     strip_leading: bool
     shards: bool = False
     columns: list[str] = field(default_factory=list)
+    passed_over: list[str] = field(default_factory=list)
 
 
 def most_bytes(name: str) -> int:

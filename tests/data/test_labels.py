@@ -173,6 +173,13 @@ def test_files_beside_each_image(form, tmp_path):
             {'labels.csv': b'file_name,label\na.png,%s\nb.png,1' % (b'9' * 5000)},
             r'labels\.csv: labels: found a number of more than 64 bits',
         ),
+        ({'labels.csv': b'id,breed\na,x\nb,y'}, r'expected a column file_name, found id, breed;'),
+        ({'labels.csv': b'a.png,cat\nb.png,dog'}, r'column file_name, found a\.png, cat; mend'),
+        ({'Labels.csv': b'file_name,label\n'}, r'Labels\.csv: expected rows, found none;'),
+        (
+            {'labels.csv': b'image,label\na,x\nb,y'},
+            r'a: no such image in the set \(2 are like that\); did you mean "a\.png"\?',
+        ),
         ({'labels.csv': b'file_name,label\na.png,"x'}, r'labels\.csv: not a readable CSV file'),
         ({'labels.csv': b'file_name,label\na.png,\xff'}, r'labels\.csv: not a readable CSV file'),
         ({'metadata.jsonl': b'{"file_name": "a.png", "label": 0}\n{'}, r'jsonl: line 2: expected'),
@@ -199,6 +206,14 @@ def test_mistakes_in_labels_that_are_named_end_every_run(tmp_path):
     path = write_folder(tmp_path, {'a.png': PNG, 'metadata.csv': b'file_name,kind\nb.png,x'})
     with pytest.raises(UserError, match=r'metadata\.csv: line 2: b\.png: no such image in the set'):
         opened(path, 'kind')
+
+
+def test_a_table_of_something_else_leaves_the_folders_their_labels(tmp_path):
+    table = {'labels.csv': b'ClassId,Name\n0,cat\n1,dog'}
+    path = put(tmp_path, pngs(['cat/1.png', 'dog/1.png']) | table, 'folder')
+    assert found(path)[:2] == ([0, 1], ('cat', 'dog'))
+    with pytest.raises(UserError, match=r'csv: expected a column file_name, found ClassId, Name'):
+        opened(path, 'Name')
 
 
 def test_two_tables_are_two_sets(tmp_path):
