@@ -41,6 +41,7 @@ from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.guarded import guarded
 from jaxunet.runtime.paths import check_path, expanded
 from jaxunet.runtime.progress import hidden
+from jaxunet.sampling.arguments import as_progress, as_type, as_whole
 from jaxunet.sampling.model import Model, load
 from jaxunet.training import loop
 from jaxunet.training.evaluation import FEATURE_BATCH, Colour, Evaluator
@@ -48,7 +49,7 @@ from jaxunet.training.logs import FILE as METRICS
 from jaxunet.training.logs import read_metrics
 from jaxunet.training.preemption import Caller
 from jaxunet.training.start import chosen_config, open_checked
-from jaxunet.training.values import Recipe, chosen_values, fields_by_path
+from jaxunet.training.values import Recipe, chosen_values, fields_by_path, plain_value
 
 __all__ = ['Model', 'Run', 'UserError', 'evaluate', 'load', 'train', 'train_rows']
 
@@ -127,6 +128,7 @@ def train(
       UserError: the config, the images or the workdir do not fit, or the run cannot go on. What was
         trained is saved.
     """
+    progress = as_progress(progress)
     rows = train_rows(
         images,
         workdir=workdir,
@@ -173,6 +175,7 @@ def train_rows(
     Returns the `Run`; raises as `train`.
     """
     check_path(workdir, 'workdir')
+    bar = as_type('bar', bar, bool)
     given = None
     if images is not None and not isinstance(images, str | os.PathLike):
         given = source_of(images, labels, class_names)
@@ -291,7 +294,7 @@ def evaluate(
     metrics: Sequence[str] = ('fid',),
     *,
     num_samples: int | None = None,
-    features: str = 'inception',
+    features: PathLike = 'inception',
     seed: int = 0,
     **fields: object,
 ) -> dict[str, float]:
@@ -318,6 +321,7 @@ def evaluate(
     if model is None:
         raise UserError('model: expected a Model, or samples as a path or arrays, found None')
     check_path(features, 'features', 'the name or the path of a feature network')
+    features, seed = os.fspath(features), as_whole('seed', seed, 0)
     metrics = (metrics,) if isinstance(metrics, str) else metrics or ()
     if not isinstance(metrics, Iterable):
         raise UserError(f'metrics: expected names of metrics, found {metrics!r}')
@@ -325,9 +329,9 @@ def evaluate(
     with guarded('this evaluation'):
         if isinstance(model, Model):
             path = os.fspath(reference) if isinstance(reference, str | os.PathLike) else ''
-            changes = {'metrics': metrics, 'features': features, 'reference': path} | fields
-            if num_samples is not None:
-                changes['samples'] = num_samples
+            changes = {'metrics': metrics, 'features': features, 'reference': path}
+            changes |= fields | ({} if num_samples is None else {'samples': num_samples})
+            changes = {name: plain_value(value) for name, value in changes.items()}
             base = to_dict(model.config) | {'seed': seed}
             config = resolve(base | {'evaluation': base['evaluation'] | changes})
             source = _reference(config, reference, path)

@@ -136,7 +136,8 @@ def _coerce(
     """
     if isinstance(hint, types.GenericAlias):
         if not isinstance(value, list | tuple):
-            problems.append(f'{path}: expected a tuple, found {value!r}; write ({value!r},)')
+            one = f'; write ({value!r},)' if isinstance(value, str | int | float) else ''
+            problems.append(f'{path}: expected a tuple, found {value!r}{one}')
             return ()
         if path in SIZES and len(value) == 1 and isinstance(value[0], str):
             # Such as --config.data.image_size=16x16 on a command line.

@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Shaped
 
 from jaxunet.data.npz import check_labels
-from jaxunet.data.rules import class_order
 from jaxunet.data.source import ArraySource
 from jaxunet.runtime.errors import UserError
 
@@ -31,15 +30,19 @@ def source_of(
     pixels = values_of(images)
     if not len(pixels):
         raise UserError('images: expected one or more, found none')
-    named = None if class_names is None else np.array(list(class_names), np.str_)
-    given = None if labels is None else np.atleast_1d(np.asarray(labels))
-    if given is not None and given.dtype.kind in 'UO' and all(isinstance(x, str) for x in given):
-        names = sorted(set(given.tolist()), key=class_order) if named is None else named.tolist()
-        if unknown := set(given.tolist()) - set(names):
-            raise UserError(f'labels: class_names lacks {sorted(unknown)[0]!r}; add it')
-        given, named = np.array([names.index(x) for x in given]), np.array(names, np.str_)
+    if labels is None and class_names is not None:
+        raise UserError('class_names: needs labels, which are not given')
+    given, named = (_texts(each) for each in (labels, class_names))
     numbers, texts = check_labels(NAME, len(pixels), given, named)
     return ArraySource(NAME, pixels, (*pixels.shape[1:],), numbers, texts, None)
+
+
+def _texts(values: object) -> np.ndarray | None:
+    """Returns values as an array, also texts as pandas stores them."""
+    array = None if values is None else np.asarray(values)
+    if array is not None and array.dtype == object:
+        return array.astype(np.str_) if all(isinstance(x, str) for x in array.flat) else array
+    return array
 
 
 def values_of(

@@ -17,7 +17,7 @@ from jaxunet.data.labels import (
     checked,
     numbered,
 )
-from jaxunet.data.rules import by_class, find_classes
+from jaxunet.data.rules import by_class, find_classes, spelled
 from jaxunet.data.source import no_labels
 from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.errors import UserError, listed, near_misses, printable
@@ -60,13 +60,16 @@ def _find(files: FileSet, how: str) -> Labels:
                 f'data.labels: {files.shown} has no labels named {how!r}'
                 f'{near_misses(how, [*columns, FOLDERS, NAMES])}; expected {FOLDERS}, {NAMES}'
                 + (f', or one of {listed(columns)}' if columns else ', or a column of metadata.csv')
+                + ''.join(f'; {why}' for why in files.passed_over)
             )
     paths = [name.partition('/')[2] for name in files.images] if files.shards else files.images
     found, names, missing = find_classes(list(paths), strip_leading=files.strip_leading)
-    if not names and files.columns and not missing:
+    if not (names or missing) and files.columns:
         missing = (
             f'no column is named {LABEL}: data.labels=NAME takes one of {listed(files.columns)}'
         )
+    if not (names or missing) and files.passed_over:
+        missing = files.passed_over[0]
     return Labels(found, names, missing, 'folders' if names else '')
 
 
@@ -100,16 +103,16 @@ def _by_side(files: FileSet, how: str) -> Labels | None:
     keys = [sample_key(name)[0] for name in files.images]
     known = set(keys)
     beside = {suffix: found for suffix, found in beside.items() if not known.isdisjoint(found)}
-    suffix, column = how or CLS, ''
-    if suffix not in beside:
+    suffix, column = spelled(how or CLS, beside), ''
+    if not suffix:
         files.columns += beside
         sample = next((beside[JSON][key] for key in keys if key in beside.get(JSON, ())), None)
         if sample is None:
             return None
         first = _loaded(files, sample)
         files.columns += first
-        suffix, column = JSON, how or LABEL
-        if column not in first:
+        suffix, column = JSON, spelled(how or LABEL, first)
+        if not column:
             return None
     found = beside[suffix]
     _check_keys(files, keys, found, suffix)

@@ -9,8 +9,16 @@ import typing
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from jaxunet.data.labels import ADVICE, LABEL, FileSet, Labels, and_more, checked, numbered
-from jaxunet.data.rules import LABEL_FILES
+from jaxunet.data.labels import (
+    ADVICE,
+    LABEL,
+    FileSet,
+    Labels,
+    and_more,
+    checked,
+    numbered,
+)
+from jaxunet.data.rules import LABEL_FILES, bare_name, spelled
 from jaxunet.data.source import no_labels
 from jaxunet.runtime.class_names import class_name
 from jaxunet.runtime.errors import UserError, listed, printable
@@ -30,11 +38,11 @@ class _Entry(typing.NamedTuple):
 
 def by_table(files: FileSet, how: str) -> Labels | None:
     """Reads the file of labels nearest to the top of the set; None if it has no such labels."""
-    tables = [name for name in files.others if PurePosixPath(name).name in LABEL_FILES]
+    tables = [name for name in files.others if PurePosixPath(name).name.lower() in LABEL_FILES]
     depth = min((name.count('/') for name in tables), default=0)
     tables = [name for name in tables if name.count('/') == depth]
     for kind in LABEL_FILES:
-        of_kind = [name for name in tables if PurePosixPath(name).name == kind]
+        of_kind = [name for name in tables if PurePosixPath(name).name.lower() == kind]
         if not of_kind:
             continue
         name = of_kind[0]
@@ -103,11 +111,16 @@ def _of_column(
       only: the only column beside the paths holds the labels, whatever its name.
     """
     columns = list(dict.fromkeys(name for _, row in rows for name in row))
-    paths = next((name for name in FILE_COLUMNS if name in columns), '')
+    paths = next(filter(None, (spelled(name, columns) for name in FILE_COLUMNS)), '')
     others = [name for name in columns if name != paths]
     files.columns += others if paths else []
-    column = how or (others[0] if only and len(others) == 1 else LABEL)
-    if column not in others:
+    column = others[0] if only and len(others) == 1 and not how else spelled(how or LABEL, others)
+    if not column:
+        if not paths:
+            what = (
+                f'a column {FILE_NAME}, found {listed(columns)}' if columns else 'rows, found none'
+            )
+            files.passed_over.append(f'{where}: expected {what}')
         return None, ''
     if not paths:
         raise UserError(
@@ -155,9 +168,12 @@ def _assigned(entries: list[_Entry], folder: str, files: FileSet, where: str) ->
     places: dict[int, str] = {}
     lost = [entry for entry, row in zip(entries, of, strict=True) if row < 0]
     if lost:
+        whole = {bare_name(name): name for name in files.images}.get(_key(lost[0].image))
         raise UserError(
             f'{where}: {lost[0].at}: {printable(lost[0].image)}: no such image in the set'
-            f'{and_more(len(lost))}; {ADVICE}'
+            f'{and_more(len(lost))}'
+            + (f'; did you mean "{printable(whole)}"?' if whole else '')
+            + f'; {ADVICE}'
         )
     for entry, row in zip(entries, of, strict=True):
         if row in places:

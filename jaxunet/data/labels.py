@@ -8,6 +8,8 @@
 - beside each image, in the form of webdataset, `KEY.cls`, or `KEY.json` with a field `label`;
 - the folders (`jaxunet.data.rules.find_classes`).
 
+Names of columns, fields and files are found in any case: `Label` is the column `label`.
+
 `folders` takes the folders in any case, and `names` the part of each file's name before its first
 underscore, as guided-diffusion does. Any other value names a column of the files above, a field of
 `KEY.json`, or the suffix of a file beside each image.
@@ -65,6 +67,7 @@ class FileSet:
       strip_leading: see `find_classes`.
       shards: the first folder of each path is an archive.
       columns: names that `data.labels` could have had, for messages.
+      passed_over: why files with the name of a file of labels have none.
     """
 
     shown: str
@@ -74,11 +77,12 @@ class FileSet:
     strip_leading: bool
     shards: bool = False
     columns: list[str] = field(default_factory=list)
+    passed_over: list[str] = field(default_factory=list)
 
 
 def most_bytes(name: str) -> int:
     """Returns the most bytes that a file of this name may have for its labels to be read."""
-    return MAX_JSON if PurePosixPath(name).name in LABEL_FILES else MAX_BESIDE
+    return MAX_JSON if PurePosixPath(name).name.lower() in LABEL_FILES else MAX_BESIDE
 
 
 def numbered(

@@ -2,8 +2,8 @@
 
 Arrays: `images` (or `arr_0`) of uint8, uint16 or floats, or other integers with `data.range`,
 (n, height, width, channels), or (n, height, width) for grey; optionally `labels` (or `arr_1`),
-integers (n,), and `class_names`, strings. A `.npy` has the images alone. Nothing is unpickled.
-Uncompressed images in C order are read row by row, so a set may exceed memory.
+integers or names (n,), and `class_names`, strings. A `.npy` has the images alone. Nothing is
+unpickled. Uncompressed images in C order are read row by row, so a set may exceed memory.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from jaxunet.data.crop import Shape
 from jaxunet.data.fitting import MAX_FLAT
 from jaxunet.data.reading import PLAIN, Reading
+from jaxunet.data.rules import by_class, spelled
 from jaxunet.data.source import MAX_MEMORY, ArraySource, FileArray, no_labels
 from jaxunet.runtime import archives
 from jaxunet.runtime.class_names import class_name
@@ -91,7 +92,7 @@ def array_shape(path: Path) -> tuple[int, ...] | None:
         if suffix == '.npy':
             return _npy_header(path).shape
         with zipfile.ZipFile(path) as archive:
-            names = [n for n in archive.namelist() if n in ('images.npy', 'arr_0.npy')]
+            names = [n for n in archive.namelist() if n.lower() in ('images.npy', 'arr_0.npy')]
             return archives.npy_header(archive, archive.getinfo(names[0])).shape
     return None
 
@@ -166,7 +167,8 @@ def _check_images(what: str, header: archives.NpyHeader, size: int) -> None:
 
 
 def _find(path: Path, archive: zipfile.ZipFile, what: str) -> str | None:
-    present = [f'{name}.npy' for name in NAMES[what] if f'{name}.npy' in archive.namelist()]
+    members = archive.namelist()
+    present = [found for name in NAMES[what] if (found := spelled(f'{name}.npy', members))]
     if len(present) > 1:
         raise UserError(
             f'{path}: expected one of {" and ".join(NAMES[what])}, found both; keep one'
@@ -197,8 +199,8 @@ def _read_small(path: Path, archive: zipfile.ZipFile, what: str) -> np.ndarray |
     member = archive.getinfo(key)
     if archives.npy_header(archive, member).dtype.hasobject:
         raise UserError(
-            f'{path}: {key[:-4]}: expected plain numbers or strings, '
-            'found Python objects, which are never unpickled'
+            f'{path}: {key[:-4]}: expected plain numbers or strings, found Python objects, which '
+            'are never unpickled; save names as text, by .astype(str)'
         )
     archives.check_expanded([member], str(path), path.stat().st_size)
     return archives.read_npy(archive, member)
@@ -207,24 +209,30 @@ def _read_small(path: Path, archive: zipfile.ZipFile, what: str) -> np.ndarray |
 def check_labels(
     path: Path | str, n: int, labels: np.ndarray | None, names: np.ndarray | None
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Returns int32 labels (n,) and class names; labels without names are named by their number.
+    """Returns int32 labels (n,) and the names of their classes.
 
     Args:
       path: begins the messages.
       n: number of images.
-      labels, names: as they were given; None = there are none.
+      labels: whole numbers, or the names of classes; None = there are none.
+      names: of the labels 0, 1, ...; None = names are sorted, numbers name themselves.
 
     Raises:
       UserError: they are no labels and names of n images.
     """
     if labels is None:
         return no_labels(n), ()
-    if labels.dtype.kind not in 'iu':
-        raise UserError(f'{path}: labels: expected integers, found {labels.dtype}')
+    if labels.dtype.kind not in 'iuU':
+        raise UserError(
+            f'{path}: labels: expected integers, or names of classes as text, found '
+            f'{labels.dtype}; convert them by .astype(int) or .astype(str)'
+        )
     if labels.shape != (n,):
         raise UserError(
             f'{path}: labels: expected shape ({n},), one for each image, found {labels.shape}'
         )
+    if labels.dtype.kind == 'U':
+        return _named(path, [class_name(label) for label in labels.tolist()], names)
     low, high = int(labels.min()), int(labels.max())
     if (low, high) == (-1, -1):
         return no_labels(n), ()
@@ -235,6 +243,16 @@ def check_labels(
         )
     if names is None:
         return labels.astype(np.int32), tuple(str(i) for i in range(high + 1))
+    texts = _class_names(path, names)
+    if high >= len(texts):
+        raise UserError(
+            f'{path}: labels: found {high}, but class_names has {len(texts)} names '
+            f'(0 to {len(texts) - 1})'
+        )
+    return labels.astype(np.int32), texts
+
+
+def _class_names(path: Path | str, names: np.ndarray) -> tuple[str, ...]:
     if names.ndim != 1 or names.dtype.kind != 'U':
         raise UserError(
             f'{path}: class_names: expected a list of strings, '
@@ -246,9 +264,18 @@ def check_labels(
             f'{path}: class_names: expected different names, found {listed(texts)}; '
             'give each label a name of its own'
         )
-    if high >= len(names):
-        raise UserError(
-            f'{path}: labels: found {high}, but class_names has {len(names)} names '
-            f'(0 to {len(names) - 1})'
-        )
-    return labels.astype(np.int32), tuple(texts)
+    return tuple(texts)
+
+
+def _named(
+    path: Path | str, labels: list[str], names: np.ndarray | None
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    if not all(map(str.strip, labels)):
+        raise UserError(f'{path}: labels: expected names of classes, found an empty one')
+    if names is None:
+        return by_class(labels)
+    texts = _class_names(path, names)
+    if unknown := sorted(set(labels) - set(texts)):
+        raise UserError(f'{path}: labels: class_names lacks {unknown[0]!r}; add it')
+    numbers = {text: i for i, text in enumerate(texts)}
+    return np.array([numbers[label] for label in labels], np.int32), texts

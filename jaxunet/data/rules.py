@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import PurePosixPath
 
 import numpy as np
@@ -30,7 +30,6 @@ MAGIC = (
     (0, b'MM\x00*'),
     (0, b'II+\x00'),  # BigTIFF
     (0, b'MM\x00+'),
-    (4, b'ftypavif'),
     (0, b'\x00\x00\x00\x0cjP  '),  # JPEG 2000
     (0, b'\xff\x4f\xff\x51'),  # its codestream alone, as in .j2k
 )
@@ -46,8 +45,10 @@ LONGER = re.compile(
     rb'|P[1-6]\s+(?:#[^\r\n]*[\r\n]+)*#[^\r\n]*(?:[\r\n][\d\s]*)?\Z' % {b'gap': GAP},
     re.DOTALL,
 )
-# At byte 4 of HEIC, in which phones save photographs; Pillow does not decode it.
-HEIC = tuple(b'ftyp' + brand for brand in (b'heic', b'heix', b'heim', b'heis', b'mif1'))
+# Brands of AVIF, and of HEIC, in which phones save photographs and which Pillow does not decode.
+# Both kinds of file may begin with mif1 or msf1, and then name their own brand.
+AVIF = frozenset((b'avif', b'avis'))
+HEIC = frozenset((b'heic', b'heix', b'heim', b'heis', b'hevc', b'hevx', b'mif1', b'msf1'))
 ARCHIVES = frozenset(('.zip', '.tar', '.tgz', '.gz', '.bz2', '.xz', '.zst', '.7z', '.rar'))
 TEXTS = frozenset(('.txt', '.caption', '.json', '.jsonl', '.csv', '.tsv', '.xml', '.md'))
 # Most of these are TIFF files whose first image is a thumbnail.
@@ -84,14 +85,23 @@ def why_not_image(start: bytes, size: int, name: str = '') -> str:
         return UNFETCHED
     if CAMERA_RAW.fullmatch(suffix):
         return 'camera raw, which is not supported: convert it to TIFF, PNG or JPEG'
-    if start.startswith(HEIC, 4):
+    brands = _brands(start)
+    if brands & HEIC and not brands & AVIF:
         return 'HEIC, which is not supported: convert it to JPEG or PNG'
-    known = any(start.startswith(magic, offset) for offset, magic in MAGIC)
+    known = brands & AVIF or any(start.startswith(magic, offset) for offset, magic in MAGIC)
     if suffix not in TEXTS and (known or LONGER.match(start)):
         return ''
     if suffix in ARCHIVES:
         return 'an archive inside the set, which is not opened: unpack it, or give it alone'
     return 'not an image'
+
+
+def _brands(start: bytes) -> set[bytes]:
+    """Returns the brands of a file of the family of MP4, AVIF and HEIC; none of any other."""
+    if start[4:8] != b'ftyp':
+        return set()
+    size = min(int.from_bytes(start[:4]), len(start))
+    return {start[i : i + 4] for i in (8, *range(16, size, 4))}
 
 
 def is_hidden(name: str) -> bool:
@@ -133,6 +143,12 @@ def whole_names(given: Sequence[str], known: Sequence[str]) -> list[str]:
 
 def _without_gaps(name: str) -> str:
     return re.sub(r'\s*,\s*', ',', class_name(name))
+
+
+def spelled(name: str, columns: Collection[str]) -> str:
+    """Returns the column of this name, or else the only one that differs in case; '' = none."""
+    alike = [column for column in columns if column.casefold() == name.casefold()]
+    return name if name in alike else alike[0] if len(alike) == 1 else ''
 
 
 def class_order(name: str) -> tuple[bool, int, str]:

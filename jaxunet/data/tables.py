@@ -18,6 +18,7 @@ import numpy as np
 from jaxunet.data.containers import Container
 from jaxunet.data.labels import FOLDERS, LABEL, NAMES, Labels, checked, numbered
 from jaxunet.data.order import Pieces
+from jaxunet.data.rules import spelled
 from jaxunet.data.source import no_labels, spread
 from jaxunet.runtime.errors import UserError, listed, near_misses, printable
 from jaxunet.runtime.untrusted import one_line
@@ -131,15 +132,15 @@ def choose_columns(schema: typing.Any, where: str, how: str) -> Columns:
         raise UserError(f'{where}: a damaged list of columns: {one_line(error)}') from None
     others = [name for name in schema.names if name != image[0]]
     classes = [name for name in others if features.get(name, {}).get('_type') == 'ClassLabel']
-    label, missing = how, ''
-    if how and how not in others:
+    label, missing = spelled(how or LABEL, others), ''
+    if how and not label:
         raise UserError(
             f'data.labels: {where}: has no column {how!r}{near_misses(how, others)}; expected one '
             f'of {listed(others) or "none"}'
             + (f' ({FOLDERS} and {NAMES} are of image files)' if how in (FOLDERS, NAMES) else '')
         )
-    if not how:
-        label = LABEL if LABEL in others else classes[0] if len(classes) == 1 else ''
+    if not label:
+        label = classes[0] if len(classes) == 1 else ''
         if others and not label:
             missing = (
                 f'no column is named {LABEL}: data.labels=NAME takes one of '
@@ -201,7 +202,7 @@ def _image_column(
     stated = [name for name in found if features.get(name, {}).get('_type') == 'Image']
     names = stated or list(found)
     if len(names) > 1:
-        names = [name for name in IMAGES if name in names][:1] or names
+        names = [*filter(None, (spelled(name, names) for name in IMAGES))][:1] or names
     if len(names) > 1:
         raise UserError(
             f'{where}: expected one column of images, found {listed(names)}; keep one of them, or '

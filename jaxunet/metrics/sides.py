@@ -293,10 +293,10 @@ def _extract(
     for need in fit:
         if len(rows) <= lengths[need]:
             logging.warning(
-                '%s: %d images are few for a covariance of %d features: the distance is biased',
+                '%s: a covariance of %d features needs more than %s: the distance is biased',
                 name,
-                len(rows),
                 lengths[need],
+                plural(len(rows), 'image'),
             )
     return features, moments
 

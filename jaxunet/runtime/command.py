@@ -111,8 +111,10 @@ def _parse(argv: Sequence[str], *, arguments: bool) -> list[str]:
     except flags.Error as error:
         parsed = error.__context__ is None  # no parser refused a value
         missing = [f'--{name}' for name in known if parsed and _is_missing(known[name])]
-        if missing:  # a path without its flag explains more; absl keeps it to itself after an error
-            _checked([*argv[:1], *known._parse_args(list(argv[1:]), False)[1]], arguments)
+        if missing:  # a path without its flag explains more; absl tells it if all flags are valid
+            for name in known:
+                known[name].validators.clear()
+            _checked(known(list(argv)), arguments)
         text = f'{", ".join(missing)}: missing' if missing else str(error)
     except SystemExit as ended:
         helped = {argument.lstrip('-') for argument in argv} & HELP

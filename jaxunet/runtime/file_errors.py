@@ -39,8 +39,8 @@ REFUSALS = frozenset(
 def explained() -> Iterator[None]:
     """Turns an OSError of the block that names a file, and is one of `REFUSALS`, into a UserError.
 
-    The same holds for too many open files, and for relative paths after the current folder was
-    removed.
+    The same holds for too many open files, for relative paths after the current folder was removed,
+    and for a path with the character NUL, for which Python raises a ValueError.
 
     Raises:
       UserError: names the file and the system's reason.
@@ -58,6 +58,13 @@ def explained() -> Iterator[None]:
             raise
         what = printable(os.fsdecode(error.filename)) if named else 'this process'
         raise UserError(f'{what}: {error.strerror}') from None
+    except ValueError as error:
+        if 'embedded null' not in str(error):
+            raise
+        raise UserError(
+            'a path has the character NUL (\\0) in it, which no name of a file can have; check the '
+            'paths that were given'
+        ) from None
 
 
 def check_regular(path: str | os.PathLike[str], flag: str = '') -> None:

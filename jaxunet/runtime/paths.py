@@ -64,6 +64,10 @@ def check_path(
     if not isinstance(value, str | os.PathLike):
         kind = value if value is None else f'an object of type {type(value).__name__}'
         raise UserError(f'{name}: expected {expected}, found {kind}')
+    if '\0' in os.fsdecode(value):
+        raise UserError(
+            f'{name}: expected {expected}, found {os.fspath(value)!r}, with a NUL in it'
+        )
 
 
 def cache_dir() -> pathlib.Path:

@@ -135,8 +135,8 @@ def _name(url: str) -> Path:
     """Returns the last two names of a URL: a checkpoint, for one, is known by its folder's name."""
     parts = urllib.parse.urlsplit(url)
     names = urllib.parse.unquote(f'{parts.hostname or parts.netloc}/{parts.path}').split('/')
-    safe = [re.sub(r'[^\w.+=@-]', '_', name).lstrip('.')[-100:] for name in names]
-    return Path(*[name for name in safe if name][-2:])
+    safe = [re.sub(r'[^\w.+=@-]', '_', name).lstrip('.').encode()[-100:] for name in names]
+    return Path(*[name.decode(errors='ignore') for name in safe if name][-2:])
 
 
 def _fetch(url: str, remote: _Remote, files: dict[str, _Entry], target: Path) -> None:

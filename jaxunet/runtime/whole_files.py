@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import time
+import zlib
 from collections.abc import Iterator
 
 from jaxunet.runtime.errors import UserError
@@ -16,6 +17,7 @@ from jaxunet.runtime.file_errors import check_regular
 from jaxunet.runtime.paths import check_local, file_above, is_remote
 from jaxunet.runtime.upload import uploaded
 
+LONGEST = 143  # bytes of a temporary name: eCryptfs takes no more, other file systems 255
 FOREIGN_SECONDS = 24 * 3600  # age at which a temporary path of another container is a dead one's
 
 
@@ -31,7 +33,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
       OSError: the folder cannot be created, or the name cannot be taken.
     """
     target = pathlib.Path(path)
-    partial = target.with_name(f'.{target.name}.{machine()}.{os.getpid()}.partial')
+    ending = f'.{machine()}.{os.getpid()}.partial'
+    partial = target.with_name(name_with(f'.{target.name}', ending))
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_left(target.parent)
     try:
@@ -39,6 +42,15 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
         os.replace(partial, target)
     finally:
         _remove(partial)
+
+
+def name_with(name: str, ending: str) -> str:
+    """Returns the name with this ending; a checksum stands for the end of one that is too long."""
+    whole, most = name.encode('utf-8', 'surrogateescape'), LONGEST - len(ending.encode())
+    if len(whole) > most:
+        mark = f'-{zlib.crc32(whole):08x}'
+        name = whole[: most - len(mark)].decode('utf-8', 'ignore') + mark
+    return name + ending
 
 
 def remove_left(folder: pathlib.Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import typing
 from types import EllipsisType, GenericAlias
 from typing import Any
@@ -30,13 +32,29 @@ def as_options(given: dict[str, Any]) -> dict[str, Any]:
     return {name: as_type(name, value, hints[name]) for name, value in given.items()}
 
 
-def as_type(name: str, value: object, hint: Any) -> Any:
+def as_whole(name: str, value: Any, least: int) -> int:
+    """Returns a whole number of Python, NumPy or JAX; raises `UserError` for anything else."""
+    with contextlib.suppress(TypeError):
+        if (number := operator.index(value)) >= least:
+            return number
+    raise UserError(f'{name}: expected {least} or more, found {value!r}')
+
+
+def as_progress(progress: Any) -> Any:
+    """Returns the argument `progress`, a function, True or False; raises `UserError` for others."""
+    return progress if callable(progress) else as_type('progress', progress, bool, 'or a function')
+
+
+def as_type(name: str, value: object, hint: Any, others: str = '') -> Any:
     """Returns the value of an argument as its type, which is `hint`: X or X | None.
+
+    Args:
+      others: what else the argument may be, for the message.
 
     Raises:
       UserError: it is of another type.
     """
-    kind = hint if isinstance(hint, type) else typing.get_args(hint)[0]
+    kind = hint if isinstance(hint, type | GenericAlias) else typing.get_args(hint)[0]
     if value is None and kind is not hint:
         return None
     try:
@@ -46,7 +64,8 @@ def as_type(name: str, value: object, hint: Any) -> Any:
     if not isinstance(kind, GenericAlias):
         if _is(plain, kind):
             return plain
-        raise UserError(f'{name}: expected {KINDS[kind]}, found {value!r}')
+        expected = f'{KINDS[kind]} {others}'.rstrip()
+        raise UserError(f'{name}: expected {expected}, found {value!r}')
     item, more = typing.get_args(kind)
     count = None if isinstance(more, EllipsisType) else len(typing.get_args(kind))
     fits = isinstance(plain, list) and all(_is(one, item) for one in plain)

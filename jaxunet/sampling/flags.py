@@ -284,7 +284,7 @@ def check_owned_flags() -> None:
     """Raises `UserError` if a flag of --init_image, --mask, --classifier or --guide is given
     without it."""
     for owner, needy in (
-        (INIT_IMAGE, (STRENGTH, MASK, RESAMPLE, JUMP_LENGTH)),
+        (INIT_IMAGE, (STRENGTH, MASK)),
         (MASK, (RESAMPLE, JUMP_LENGTH)),
         (CLASSIFIER, (CLASSIFIER_SCALE,)),
         (GUIDE, (GUIDE_EMA,)),
@@ -330,7 +330,8 @@ def low_res(config: Config, limit: int | None, classes: Classes) -> LowRes | Non
     if shape is None:
         if LOW_RES.value is not None:
             raise UserError(
-                '--low_res: the model draws from noise alone (model.low_res_size=()); leave it out'
+                '--low_res, --condition: the model draws from noise alone (model.low_res_size=()); '
+                'leave it out'
             )
         return None
     if LOW_RES.value is None:

@@ -113,7 +113,8 @@ def given_pictures(
         if given is None:
             return None
         raise UserError(
-            'low_res: the model draws from noise alone (model.low_res_size=()); leave it out'
+            'low_res, condition: the model draws from noise alone (model.low_res_size=()); leave '
+            'it out'
         )
     if given is None:
         raise UserError(missing(config))

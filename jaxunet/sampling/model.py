@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import operator
 import os
 import threading
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -31,7 +30,7 @@ from jaxunet.runtime.errors import UserError, near_misses
 from jaxunet.runtime.guarded import guarded
 from jaxunet.runtime.paths import check_path
 from jaxunet.runtime.progress import progress_bar
-from jaxunet.sampling.arguments import as_options, as_type
+from jaxunet.sampling.arguments import as_options, as_progress, as_type, as_whole
 from jaxunet.sampling.generator import Generator
 from jaxunet.sampling.guidance import Weaker
 from jaxunet.sampling.low_res import given_pictures
@@ -90,8 +89,15 @@ class Model:
           params: weights to use; None = `Model.params`.
 
         Returns what the objective predicts, such as the noise; float32.
+
+        Raises:
+          UserError: images of another shape, or labels for an unconditional model.
         """
-        images = jnp.asarray(x)
+        images, channels = jnp.asarray(x), self.config.image_shape[2]
+        if images.ndim != 4 or images.shape[3] != channels:
+            raise UserError(
+                f'x: expected shape (n, height, width, {channels}), found {images.shape}'
+            )
         t = jnp.broadcast_to(jnp.asarray(t), images.shape[:1])
         if self.config.model.num_classes:
             labels = jnp.broadcast_to(jnp.asarray(-1 if labels is None else labels), t.shape)
@@ -115,6 +121,7 @@ class Model:
             cannot be written.
         """
         check_path(path, 'path')
+        as_type('license', license, str)
         params = jax.tree.map(np.asarray, self.params)
         with guarded('the weights'):
             if names_folder(path, format):
@@ -191,11 +198,11 @@ class Model:
         """
         if low_res is not None and condition is not None:
             raise UserError('low_res, condition: are one argument; give one of them')
-        given = low_res if condition is None else condition
-        pictures = given_pictures(self.config, given)
+        pictures = given_pictures(self.config, low_res if condition is None else condition)
         n = n if n is not None else 16 if pictures is None else len(pictures)
-        n, batch_size = _whole('n', n, 1), _whole('batch_size', batch_size, 1)
-        seed = _whole('seed', seed, 0)
+        progress = as_progress(progress)
+        n, batch_size = as_whole('n', n, 1), as_whole('batch_size', batch_size, 1)
+        seed = as_whole('seed', seed, 0)
         if not (guide is None or isinstance(guide, Model)):
             raise UserError(f'guide: expected a model, as of jaxunet.load(PATH), found {guide!r}')
         if guide is None:
@@ -360,7 +367,11 @@ def load(
       UserError: nothing there can be read, or it leaves open what the message names.
     """
     check_path(path, 'path')
-    given: dict[str, Any] = {'config': config, 'new_attention_order': new_attention_order, **stated}
+    as_type('ema', ema, str)
+    if not (config is None or isinstance(config, Config)):
+        raise UserError(f'config: expected a jaxunet.config.Config, found {config!r}')
+    order = as_type('new_attention_order', new_attention_order, bool | None)
+    given: dict[str, Any] = {'config': config, 'new_attention_order': order, **stated}
     if preset is not None:
         if preset not in PRESETS:
             known = f'{", ".join(sorted(PRESETS))}, found {preset!r}{near_misses(preset, PRESETS)}'
@@ -369,23 +380,16 @@ def load(
             raise UserError(f'preset: {preset} already describes the model; leave the others out')
         found = PRESETS[preset]
         given = {'config': found.config(), 'new_attention_order': found.new_attention_order}
+    hints = typing.get_type_hints(Stated)
     for name, value in stated.items():
-        if name not in Stated.__annotations__:
-            raise UserError(f'{name}: unknown option{near_misses(name, Stated.__annotations__)}')
-        if name.endswith('_size') and isinstance(value, int):
-            given[name] = (value,)
+        if name not in hints:
+            raise UserError(f'{name}: unknown option{near_misses(name, hints)}')
+        one = name.endswith('_size') and isinstance(value, int)
+        given[name] = as_type(name, (value,) if one else value, hints[name])
     weights = load_model(os.fspath(path), ema=ema, **given)
     changes = {'backend': backend, 'precision': precision}
     fields = to_dict(weights.config) | {k: v for k, v in changes.items() if v is not None}
     return Model(weights, resolve(fields))
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    """Returns a whole number of Python, NumPy or JAX; raises `UserError` for anything else."""
-    with contextlib.suppress(TypeError):
-        if (number := operator.index(value)) >= least:
-            return number
-    raise UserError(f'{name}: expected {least} or more, found {value!r}')
 
 
 def _is_path(value: object) -> bool:

@@ -27,7 +27,7 @@ from jaxunet.runtime.file_errors import check_regular
 from jaxunet.runtime.paths import is_remote
 from jaxunet.runtime.untrusted import parse_json, plain, shown
 from jaxunet.runtime.upload import staging
-from jaxunet.runtime.whole_files import written
+from jaxunet.runtime.whole_files import name_with, written
 
 IDENTITY = 'run.json'
 ADVICE = 'repeat the command that wrote it, remove it to start over, or choose another --output'
@@ -58,7 +58,7 @@ class Parts:
     ) -> None:
         url = os.fspath(output)
         path = staging(url) if is_remote(url) else Path(output).resolve()
-        self.folder = path.with_name(f'{path.name}.partial')
+        self.folder = path.with_name(name_with(path.name, '.partial'))
         self.identity = json.loads(json.dumps(dict(identity)))
         self.made_from = made_from
         expanded_limit(0)  # a mistake in its variable is told before the work

@@ -64,13 +64,19 @@ class Updated(NamedTuple):
     taken: Bool[Array, '']
 
 
+class Step(NamedTuple):
+    """The gradients' factor, the share of the new weights in each average, and if it is taken."""
+
+    factor: Scalar
+    shares: list[Scalar]
+    taken: Bool[Array, '']
+
+
 # Takes the state, its gradients times the loss scale, the logged loss, the minimised loss, and
 # copies of the weights in 16 bits. Only kernels that update all weights take packed gradients, and
 # copies if they have `updates_copies`; else copies are ().
 Update = Callable[[TrainState, Params | Packed, Scalar, Scalar, Copies], Updated]
-# Takes weights, their gradients, the share of the new weights in each average, the factor of the
-# gradients, and whether to take the step.
-WeightUpdate = Callable[[Weights, Params | Packed, list[Scalar], Scalar, Bool[Array, '']], Weights]
+WeightUpdate = Callable[[Weights, Params | Packed, Step], Weights]
 
 
 def make_update(
@@ -125,9 +131,8 @@ def _fused_update(
         grad_norm = whole_norm(_fused_norm(kernels, state, grads), grads, axis_name)
         finite = _all_finite(grad_norm, loss, minimised)
         taken = _taken(config, state, grad_norm, finite)
-        factor = _gradient_factor(config, state, grad_norm)
-        weights = Weights(state.params, state.opt_state, state.ema, copies)
-        new = move(weights, grads, _shares(config, state), factor, taken)
+        step = Step(_gradient_factor(config, state, grad_norm), _shares(config, state), taken)
+        new = move(Weights(state.params, state.opt_state, state.ema, copies), grads, step)
         return Updated(*new, grad_norm, finite, taken)
 
     return update
@@ -137,18 +142,12 @@ def _with_muon(config: Config, adamw: WeightUpdate) -> WeightUpdate:
     """Returns Muon for matrices, and the kernels' AdamW for the other weights."""
     muon = _matrix_update(config)
 
-    def update(
-        weights: Weights,
-        grads: Params,
-        shares: list[Scalar],
-        factor: Scalar,
-        taken: Bool[Array, ''],
-    ) -> Weights:
+    def update(weights: Weights, grads: Params, step: Step) -> Weights:
         states, new = weights.opt_state.inner_states, {}
         for label, update_part in ((MUON, muon), (ADAM, adamw)):
             averages = {name: part(label, average) for name, average in weights.ema.items()}
             some = Weights(part(label, weights.params), states[label].inner_state, averages)
-            new[label] = update_part(some, part(label, grads), shares, factor, taken)
+            new[label] = update_part(some, part(label, grads), step)
         inner = {label: states[label]._replace(inner_state=new[label].opt_state) for label in new}
         return Weights(
             join(new[MUON].params, new[ADAM].params),
@@ -167,13 +166,7 @@ def _fused_adamw(config: Config, kernels: FusedUpdate) -> WeightUpdate:
     constants = operands.Constants(betas[0], betas[1], eps, weight_decay)
     schedule = learning_rate_schedule(config)
 
-    def update(
-        weights: Weights,
-        grads: Params | Packed,
-        shares: list[Scalar],
-        factor: Scalar,
-        taken: Bool[Array, ''],
-    ) -> Weights:
+    def update(weights: Weights, grads: Params | Packed, step: Step) -> Weights:
         adam, empty, scheduled = weights.opt_state
         count = optax.safe_increment(adam.count)
         options_of_copies = {'copies': weights.copies} if weights.copies else {}
@@ -184,19 +177,21 @@ def _fused_adamw(config: Config, kernels: FusedUpdate) -> WeightUpdate:
             adam.mu,
             adam.nu,
             tuple(weights.ema.values()),
-            take=taken,
-            factor=factor,
+            take=step.taken,
+            factor=step.factor,
             learning_rate=jnp.asarray(schedule(scheduled.count), jnp.float32),
             corrections=(
                 1 - jnp.power(options.betas[0], count.astype(jnp.float32)),
                 1 - jnp.power(options.betas[1], count.astype(jnp.float32)),
             ),
-            follow=shares,
+            follow=step.shares,
             **options_of_copies,
         )
-        adam = adam._replace(count=jnp.where(taken, count, adam.count), mu=moved.mu, nu=moved.nu)
+        adam = adam._replace(
+            count=jnp.where(step.taken, count, adam.count), mu=moved.mu, nu=moved.nu
+        )
         scheduled = scheduled._replace(
-            count=jnp.where(taken, optax.safe_increment(scheduled.count), scheduled.count)
+            count=jnp.where(step.taken, optax.safe_increment(scheduled.count), scheduled.count)
         )
         ema = dict(zip(weights.ema, moved.averages, strict=True))
         return Weights(moved.params, (adam, empty, scheduled), ema, moved.copies)
@@ -208,16 +203,10 @@ def _matrix_update(config: Config) -> WeightUpdate:
     """Returns Muon as XLA computes it."""
     steps_of = matrix_steps(config, learning_rate_schedule(config)).update
 
-    def update(
-        weights: Weights,
-        grads: Params,
-        shares: list[Scalar],
-        factor: Scalar,
-        taken: Bool[Array, ''],
-    ) -> Weights:
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
+    def update(weights: Weights, grads: Params, step: Step) -> Weights:
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) * step.factor, grads)
         steps, opt_state = steps_of(grads, weights.opt_state, weights.params)
-        return _stepped(weights, steps, opt_state, shares, taken)
+        return _stepped(weights, steps, opt_state, step.shares, step.taken)
 
     return update
 

@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import TypeAlias
 
+import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from jaxunet.config import Config, by_path, to_dict
@@ -75,5 +77,14 @@ def fields_by_path(fields: Mapping[str, object]) -> list[tuple[str, object]]:
         if len(matches) > 1:
             either = ' or '.join(f"**{{'{path}': {value!r}}}" for path in matches)
             raise UserError(f'{name}: several sections have it; write {either}')
-        found.append((matches[0], value))
+        found.append((matches[0], plain_value(value)))
     return found
+
+
+def plain_value(value: object) -> object:
+    """Returns a path object as text, and numbers and arrays of NumPy and JAX as Python's."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        return np.asarray(value).tolist()
+    return [plain_value(each) for each in value] if isinstance(value, list | tuple) else value

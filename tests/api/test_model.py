@@ -28,7 +28,8 @@ from jaxunet import api
 from jaxunet.checkpoint.load import Model as Weights
 from jaxunet.checkpoint.state import fresh_state
 from jaxunet.data.sources import open_source
-from jaxunet.sampling.model import Model, _whole
+from jaxunet.sampling.arguments import as_whole
+from jaxunet.sampling.model import Model
 
 QUICK = {'steps': 2, 'progress': False}
 
@@ -92,6 +93,7 @@ def test_a_folder_for_diffusers(model, tmp_path):
     assert (tmp_path / 'other' / 'model_index.json').exists()
     for options, message in (
         ({'license': 'mit'}, 'license: only a folder'),
+        ({'license': 3}, 'license: expected a text, found 3'),
         ({'format': 'onnx'}, "format: expected diffusers, found 'onnx'"),
     ):
         with pytest.raises(jaxunet.UserError, match=message):
@@ -134,6 +136,9 @@ def test_the_network_is_a_function_of_its_parameters(model):
     gradients = jax.jit(jax.grad(loss))(model.params)
     assert jax.tree.structure(gradients) == jax.tree.structure(model.params)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+    for other in (x[0], x[..., :0]):
+        with pytest.raises(jaxunet.UserError, match=r'^x: expected shape \(n, height, width, 1\)'):
+            model.predict(other, 3)
 
 
 def test_a_saved_model_draws_the_same(model, tmp_path):
@@ -169,10 +174,13 @@ def test_a_saved_model_draws_the_same(model, tmp_path):
         ({'levels': [[1], [2, 3]]}, 'levels: expected a tuple of numbers, found [[1], [2, 3]]'),
         ({'guidance_range': (1, 2, 3)}, 'guidance_range: expected a tuple of 2 numbers, found (1'),
         ({'timesteps': (0, 1.5)}, 'timesteps: expected a tuple of whole numbers, found (0, 1.5)'),
+        ({'progress': 'a'}, "progress: expected True or False or a function, found 'a'"),
+        ({'progress': 1}, 'progress: expected True or False or a function, found 1'),
         ({'mask': np.ones((8, 8))}, 'mask: needs init_image'),
+        ({'init_image': 'a\0b'}, r'a path has the character NUL (\0) in it'),
         ({'init_image': np.zeros((8, 8)), 'mask': np.zeros((4, 4))}, 'mask: expected the size'),
         ({'init_image': np.zeros((8, 8)), 'mask': np.zeros((8, 8))}, 'mask: nothing to redraw'),
-        ({'low_res': np.zeros((1, 4, 4))}, 'low_res: the model draws from noise alone'),
+        ({'low_res': np.zeros((1, 4, 4))}, 'low_res, condition: the model draws from noise alone'),
         ({'init_image': np.full((8, 8), 9.0)}, 'of the set, or scale the values'),
         ({'guide': 'runs/weak'}, "guide: expected a model, as of jaxunet.load(PATH), found 'runs"),
         ({'seed': -1}, 'seed'),
@@ -186,7 +194,7 @@ def test_options_that_do_not_fit_are_errors(options, error, model):
 @pytest.mark.parametrize('two', [2, np.int64(2), np.array(2), jnp.int32(2)], ids=repr)
 def test_whole_numbers_of_numpy_and_jax_are_numbers(two):
     """Called by itself, as the types of `sample` are checked in tests."""
-    found = _whole('n', two, 1)
+    found = as_whole('n', two, 1)
     assert (found, type(found)) == (2, int)
 
 
@@ -206,10 +214,35 @@ def test_files_that_do_not_fit_are_errors(tmp_path):
         jaxunet.load(tmp_path, preset='adm')
 
 
-def test_what_is_no_path_is_an_error(model):
+@pytest.mark.parametrize(
+    ('options', 'error'),
+    [
+        ({'ema': 0.999}, 'ema: expected a text, found 0.999'),
+        (
+            {'new_attention_order': 'old'},
+            "new_attention_order: expected True or False, found 'old'",
+        ),
+        ({'rescale_timesteps': 'no'}, "rescale_timesteps: expected True or False, found 'no'"),
+        ({'diffusion_steps': '100'}, "diffusion_steps: expected a whole number, found '100'"),
+        ({'image_size': 'big'}, "image_size: expected a tuple of whole numbers, found 'big'"),
+        ({'config': 'digits'}, "config: expected a jaxunet.config.Config, found 'digits'"),
+    ],
+)
+def test_what_a_file_leaves_open_has_types(options, error, tmp_path):
+    with pytest.raises(jaxunet.UserError, match=re.escape(error)):
+        jaxunet.load(tmp_path / 'a.pt', **options)
+
+
+def test_what_is_no_path_is_an_error(model, tmp_path):
     for call in (jaxunet.load, model.save):
         with pytest.raises(jaxunet.UserError, match=r'^path: expected a path, .* found None$'):
             call(None)
+        with pytest.raises(jaxunet.UserError, match=r"^path: .* found 'a.x00b', with a NUL in it$"):
+            call('a\0b')
+    network = str(write_untrained(tmp_path))
+    for sides in (('a\0b', 'digits:'), ('digits:', 'a\0b')):
+        with pytest.raises(jaxunet.UserError, match='no such file or folder'):
+            jaxunet.evaluate(*sides, features=network)
     with pytest.raises(jaxunet.UserError, match=r'^model: expected a Model, .* found None$'):
         jaxunet.evaluate(None)
     with pytest.raises(jaxunet.UserError, match=r'^metrics: expected some of fid, .* found none$'):
@@ -218,13 +251,17 @@ def test_what_is_no_path_is_an_error(model):
         jaxunet.evaluate('digits:', 'digits:', 3)
     with pytest.raises(jaxunet.UserError, match=r'^features: expected the name .* type int$'):
         jaxunet.evaluate('digits:', 'digits:', features=3)
+    with pytest.raises(jaxunet.UserError, match=r"^seed: expected 0 or more, found 'a'$"):
+        jaxunet.evaluate('digits:', 'digits:', features='inception', seed='a')
 
 
 def test_a_model_and_images_are_measured(model, tmp_path):
-    features = str(write_untrained(tmp_path))
+    features = write_untrained(tmp_path)
     real = open_source('digits:', image_shape=(8, 8, 1)).load(np.arange(20))
     found = jaxunet.evaluate(model, real, ('fid', 'kid'), features=features)
-    again = jaxunet.evaluate(model, real, ('fid', 'kid'), features=features, num_samples=6)
+    again = jaxunet.evaluate(
+        model, real, ('fid', 'kid'), features=features, num_samples=np.int64(6)
+    )
     assert found.keys() == again.keys()
     assert found != again
     same = jaxunet.evaluate(real, real, 'fid', features=features)

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.tiny import TINY
@@ -60,6 +61,17 @@ def test_a_run_goes_on_and_tells_its_metrics(tmp_path):
 
 
 @pytest.mark.usefixtures('counted_steps')
+def test_fields_may_be_path_objects_and_numbers_of_numpy_and_jax(tmp_path):
+    run = tiny(tmp_path / 'a', steps=np.int64(1))
+    widths = {'ema': {'rates': np.array([0.9, 0.5])}}
+    start = {'init_from': tmp_path / 'a', 'optimizer.learning_rate': jnp.float32(0.25)}
+    fields = {k: v for k, v in FIELDS.items() if k != 'ema'} | widths | start
+    train(digits(), workdir=tmp_path / 'b', steps=jnp.int32(1), **fields)
+    config = newest_config(tmp_path / 'b')
+    assert (run.step, config.ema.rates, config.init_from) == (1, (0.9, 0.5), str(tmp_path / 'a'))
+    assert (config.train.steps, config.optimizer.learning_rate) == (1, 0.25)
+
+
 def test_labels_make_a_conditional_model(tmp_path):
     names = np.array(['cat', 'dog'])[np.arange(64) % 2]
     rows = train_rows(digits(), labels=names, workdir=tmp_path, **_without_progress(steps=1))
@@ -224,6 +236,9 @@ def test_devices_that_stall_are_an_error(tmp_path, monkeypatch):
         (digits(4), {'labels': [0, 1]}, r'labels: expected shape \(4,\)'),
         (digits(4), {'labels': 'kind'}, r'labels: expected shape \(4,\)'),
         (digits(4), {'labels': ['a'] * 4, 'class_names': ['b']}, "class_names lacks 'a'"),
+        (digits(4), {'class_names': ['a']}, '^class_names: needs labels, which are not given$'),
+        (digits(2), {'labels': [0, 1], 'class_names': 'ab'}, 'class_names: expected a list of str'),
+        (digits(2), {'labels': [0, 1], 'class_names': 3}, 'a list of strings, found int64'),
         ('digits:', {'labels': [0]}, 'belong to arrays'),
         ('digits:', {'labels': 'kind'}, r'data\.labels: kind chooses the labels of image files'),
         (digits(4), {'batch_sise': 4}, 'batch_sise: unknown field; did you mean "batch_size"'),
@@ -242,6 +257,13 @@ def test_devices_that_stall_are_an_error(tmp_path, monkeypatch):
         ),
         (digits(4), {'workdir': 3}, 'workdir: expected a path, .*, found an object of type int'),
         (digits(4), {'data': 3}, 'data: is a section'),
+        (digits(4), {'progress': 'a'}, "progress: expected True or False or a function, found 'a'"),
+        (
+            digits(4),
+            {'workdir': 'a\0b'},
+            "workdir: expected a path, .*, found 'a.x00b', with a NUL",
+        ),
+        ('a\0b.zip', {}, 'no such file or folder'),
     ],
 )
 def test_mistakes_are_errors_of_one_line(images, changes, error, tmp_path):

@@ -4,8 +4,11 @@ import pathlib
 import runpy
 import subprocess
 import sys
+import unittest.mock
 
 import pytest
+
+from jaxunet.runtime import rows
 
 STEPS = runpy.run_path(str(pathlib.Path(__file__).parents[2] / 'tools/gpu/steps.py'))
 OLD, NEW = pathlib.Path('old'), pathlib.Path('new')
@@ -25,9 +28,9 @@ SHARD = 'parallel.shard_optimizer=True'
             ([OLD, OLD, NEW], ['auto'], ['fastest'], [1, 2, 2], [''], ['']),
             ['old 1', 'old 2', 'new 2'],
         ),
-        (([OLD], ['auto'], ['fastest'], [2], ['', 'A=1 B=2'], ['']), ['', 'A=1 B=2']),
+        (([OLD], ['auto'], ['fastest'], [2], ['', 'A=1 B=2'], ['']), ['no variables', 'A=1 B=2']),
         (([OLD], ['auto'], ['fastest'], [1], [''], ['']), ['old']),
-        (([OLD], ['auto'], ['fastest'], [2], [''], ['', SHARD]), ['', SHARD]),
+        (([OLD], ['auto'], ['fastest'], [2], [''], ['', SHARD]), ['no fields', SHARD]),
     ],
 )
 def test_sides_have_the_values_of_every_list(lists, labels):
@@ -67,3 +70,20 @@ def test_rounds_without_quartiles_are_an_error(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         STEPS['main']()
     assert '--rounds: quartiles need 2 or more, found 1' in capsys.readouterr().err
+
+
+def test_unknown_peaks_are_null_in_the_rows(monkeypatch, capsys, tmp_path):
+    def asked(worker, what, number=0):
+        return {'peak': 0.0, 'run': 1.5}[what]
+
+    output = tmp_path / 'rows.jsonl'
+    monkeypatch.setattr(sys, 'argv', ['steps.py', '.', '--batch_sizes=2', f'--output={output}'])
+    functions = STEPS['main'].__globals__
+    monkeypatch.setitem(functions, 'start', lambda *_: unittest.mock.Mock())
+    monkeypatch.setitem(functions, 'ask', lambda *_: None)
+    monkeypatch.setitem(functions, 'answer', lambda worker: 0.1)
+    monkeypatch.setitem(functions, 'ask_for', asked)
+    STEPS['main']()
+    assert capsys.readouterr().out.splitlines()[-1] == '2 | 1.500 |  | unknown'
+    (row,) = rows.read(output)
+    assert (row['peak_bytes'], row['medians']) == ([None], [1.5])

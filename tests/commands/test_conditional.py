@@ -240,7 +240,7 @@ def test_mistakes_are_one_line(folder: pathlib.Path, tmp_path: pathlib.Path) -> 
             '--guidance_range=1',
             '--guidance_range: expected two numbers such as 0.28,2.9, f',
         ),
-        ('model', f'{pictures}small.npz', '--low_res: the model draws from noise alone'),
+        ('model', f'{pictures}small.npz', '--low_res, --condition: the model draws from'),
         ('up', '--steps=3', '--low_res: missing; the model enlarges pictures of 3x4 pixels'),
         ('up', f'{pictures}grid.png', '--class_labels: missing; the model has classes, and the'),
     ):

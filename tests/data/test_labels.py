@@ -80,6 +80,7 @@ def test_another_file_of_that_name_is_no_labels(tmp_path):
         ),
         ('labels.csv', 'filename,kind\na.png,dog\nsub/b.png,"cat, tame"\n'),
         ('metadata.csv', 'file_name;label\r\na.png;dog\r\nsub/b.png;cat, tame\r\n'),
+        ('Metadata.CSV', 'File_Name,Text,LABEL\na.png,x,dog\nsub/b.png,y,"cat, tame"\n'),
         (
             'metadata.jsonl',
             '{"file_name": "a.png", "label": "dog", "text": "x"}\n\n'
@@ -110,7 +111,7 @@ def test_one_of_several_columns(tmp_path):
     table = b'file_name,fine,coarse\n00/a.png,10,x\n01/b.png,2,y\n'
     path = put(tmp_path, pngs(['00/a.png', '01/b.png']) | {'metadata.csv': table}, 'folder')
     assert found(path, 'coarse')[:2] == ([0, 1], ('x', 'y'))
-    assert found(path, 'fine')[0] == [10, 2]
+    assert found(path, 'fine')[0] == found(path, 'Fine')[0] == [10, 2]
     assert found(path)[1] == found(path, 'folders')[1] == ('00', '01')
     with pytest.raises(UserError, match=r'no labels named \'coars\'; did you mean "coarse"\?'):
         found(path, 'coars')
@@ -141,8 +142,8 @@ def test_files_beside_each_image(form, tmp_path):
     }
     path = put(tmp_path, files, form)
     assert found(path) == ([3, 0], ('0', '1', '2', '3'), ())
-    assert found(path, 'kind') == ([1, 0], ('cat', 'dog'), ())
-    assert found(path, 'txt')[1] == ('a cat', 'a dog')
+    assert found(path, 'kind') == found(path, 'Kind') == ([1, 0], ('cat', 'dog'), ())
+    assert found(path, 'txt')[1] == found(path, 'TXT')[1] == ('a cat', 'a dog')
     del files['a/1.cls'], files['a/2.cls']
     (tmp_path / 'b').mkdir()
     assert found(put(tmp_path / 'b', files, form)) == ([1, 0], ('0', '1'), ())
@@ -172,6 +173,13 @@ def test_files_beside_each_image(form, tmp_path):
             {'labels.csv': b'file_name,label\na.png,%s\nb.png,1' % (b'9' * 5000)},
             r'labels\.csv: labels: found a number of more than 64 bits',
         ),
+        ({'labels.csv': b'id,breed\na,x\nb,y'}, r'expected a column file_name, found id, breed;'),
+        ({'labels.csv': b'a.png,cat\nb.png,dog'}, r'column file_name, found a\.png, cat; mend'),
+        ({'Labels.csv': b'file_name,label\n'}, r'Labels\.csv: expected rows, found none;'),
+        (
+            {'labels.csv': b'image,label\na,x\nb,y'},
+            r'a: no such image in the set \(2 are like that\); did you mean "a\.png"\?',
+        ),
         ({'labels.csv': b'file_name,label\na.png,"x'}, r'labels\.csv: not a readable CSV file'),
         ({'labels.csv': b'file_name,label\na.png,\xff'}, r'labels\.csv: not a readable CSV file'),
         ({'metadata.jsonl': b'{"file_name": "a.png", "label": 0}\n{'}, r'jsonl: line 2: expected'),
@@ -198,6 +206,14 @@ def test_mistakes_in_labels_that_are_named_end_every_run(tmp_path):
     path = write_folder(tmp_path, {'a.png': PNG, 'metadata.csv': b'file_name,kind\nb.png,x'})
     with pytest.raises(UserError, match=r'metadata\.csv: line 2: b\.png: no such image in the set'):
         opened(path, 'kind')
+
+
+def test_a_table_of_something_else_leaves_the_folders_their_labels(tmp_path):
+    table = {'labels.csv': b'ClassId,Name\n0,cat\n1,dog'}
+    path = put(tmp_path, pngs(['cat/1.png', 'dog/1.png']) | table, 'folder')
+    assert found(path)[:2] == ([0, 1], ('cat', 'dog'))
+    with pytest.raises(UserError, match=r'csv: expected a column file_name, found ClassId, Name'):
+        opened(path, 'Name')
 
 
 def test_two_tables_are_two_sets(tmp_path):

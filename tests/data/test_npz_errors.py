@@ -58,7 +58,19 @@ NPZ: dict[str, tuple[dict[str, object], str]] = {
     ),
     'label type': (
         {'images': IMAGES, 'labels': np.ones(4)},
-        r'labels: expected integers, found float64',
+        r'labels: expected integers, .*found float64; convert them by \.astype\(int\)',
+    ),
+    'label bytes': (
+        {'images': IMAGES, 'labels': np.array([b'cat'] * 4)},
+        r'labels: expected integers, .*found \|S3; .* or \.astype\(str\)',
+    ),
+    'label empty': (
+        {'images': IMAGES, 'labels': np.array(['cat', ' ', 'cat', 'cat'])},
+        r'labels: expected names of classes, found an empty one',
+    ),
+    'label unnamed': (
+        {'images': IMAGES, 'labels': np.array(list('aacb')), 'class_names': np.array(['a', 'b'])},
+        r"labels: class_names lacks 'c'; add it",
     ),
     'label below': (
         {'images': IMAGES, 'labels': np.array([0, 1, -2, 0])},
@@ -70,7 +82,7 @@ NPZ: dict[str, tuple[dict[str, object], str]] = {
     ),
     'label objects': (
         {'images': IMAGES, 'labels': np.array([{}] * 4, object)},
-        r'found Python objects, which are never unpickled',
+        r'found Python objects, which are never unpickled; .*\.astype\(str\)',
     ),
     'too few names': (
         {**LABELLED, 'class_names': np.array(['a', 'b'])},

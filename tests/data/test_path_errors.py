@@ -91,8 +91,9 @@ def test_sets_without_an_image(tmp_path, form):
     )
 
 
-def test_photographs_of_a_phone(tmp_path):
-    start = b'\x00\x00\x00\x18ftypheic' + bytes(100)
+@pytest.mark.parametrize('brands', [b'heic', b'mif1\0\0\0\0mif1heic', b'hevc\0\0\0\0msf1'])
+def test_photographs_of_a_phone(tmp_path, brands):
+    start = (8 + len(brands)).to_bytes(4) + b'ftyp' + brands + bytes(100)
     fails(
         put(tmp_path, {'a.heic': start}, 'folder'),
         r'found 1 other file: a.heic \(HEIC, which is not supported: convert it to JPEG or PNG\)',

@@ -23,7 +23,7 @@ from support.data_files import (
 from support.tiny import tiny_config
 
 from jaxunet.data import classes
-from jaxunet.data.pixels import decode, size_of
+from jaxunet.data.pixels import FORMATS, decode, size_of
 from jaxunet.data.png16 import write_png16
 from jaxunet.data.rules import find_classes, whole_names, why_not_image
 from jaxunet.data.sources import open_source
@@ -52,6 +52,17 @@ def conditional(number):
 )
 def test_a_caption_is_no_image_whatever_it_begins_with(text):
     assert why_not_image(text.encode(), len(text)) == 'not an image'
+
+
+@pytest.mark.skipif('AVIF' not in FORMATS, reason='Pillow has no AVIF')
+@pytest.mark.parametrize('brand', [b'', b'mif1', b'msf1'])
+def test_avif_of_one_image_and_of_several(tmp_path, brand):
+    red, green = (Image.new('RGB', SHAPE[1::-1], colour) for colour in ('red', 'lime'))
+    for several in (False, True):
+        data = encoded(red, 'AVIF', save_all=several, append_images=[green] if several else [])
+        data = data[:8] + (brand or data[8:12]) + data[12:]
+        source = open_source(str(put(tmp_path, {'a.avif': data}, 'zip')), image_shape=SHAPE)
+        assert abs(everything(source)[0].astype(int) - (255, 0, 0)).max() < 8
 
 
 def test_a_text_by_its_name_is_no_image():

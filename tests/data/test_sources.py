@@ -342,6 +342,16 @@ def test_npz(tmp_path, keys, save):
     np.testing.assert_array_equal(everything(copy), images)
 
 
+def test_npz_of_names_as_labels_in_any_spelling(tmp_path):
+    named = {'Images': random_pixels(0, (3, 16, 16, 3)), 'Labels': np.array(['dog', '10', '2'])}
+    np.savez(tmp_path / 'x.npz', **named)
+    source = open_source(str(tmp_path / 'x.npz'), image_shape=SHAPE)
+    assert (source.labels.tolist(), source.class_names) == ([2, 1, 0], ('2', '10', 'dog'))
+    np.savez(tmp_path / 'x.npz', **named, class_names=np.array(['dog', '2', 'cat', '10']))
+    source = open_source(str(tmp_path / 'x.npz'), image_shape=SHAPE)
+    assert (source.labels.tolist(), source.class_names) == ([0, 3, 1], ('dog', '2', 'cat', '10'))
+
+
 def test_npz_of_other_shapes(tmp_path):
     grey = random_pixels(0, (4, 16, 16))
     np.savez(tmp_path / 'grey.npz', images=np.asfortranarray(grey), labels=np.full(4, -1))

@@ -274,6 +274,11 @@ def test_names_stay_below_the_copy(memory, cache):
     assert left(cache) == []
 
 
+def test_a_name_that_is_too_long_for_a_file_is_cut(memory):
+    memory.pipe(f'/{"日" * 200}.png', png(1))
+    assert pathlib.Path(on_disk(f'memory://{"日" * 200}.png')).read_bytes() == png(1)
+
+
 def test_an_empty_file_in_place_of_a_folder_is_left_out(memory):
     memory.pipe('/set/a.png', png(1))
     memory.store['/set/b/'] = fsspec.implementations.memory.MemoryFile(memory, '/set/b/', b'')

@@ -34,3 +34,21 @@ def test_what_killed_processes_left_is_removed(tmp_path: pathlib.Path) -> None:
         partial.write_text('new')
     assert set(tmp_path.iterdir()) == kept | {target}
     assert target.read_text() == 'new'
+
+
+def test_every_name_that_the_file_system_takes_can_be_written(tmp_path: pathlib.Path) -> None:
+    longest = os.pathconf(tmp_path, 'PC_NAME_MAX')
+    start = 'é' * ((longest - 5) // 2) + 'x' * ((longest - 5) % 2)
+    first, second = tmp_path / f'{start}1.bin', tmp_path / f'{start}2.bin'
+    with replacing(first) as one, replacing(second) as two:
+        one.write_text('1')
+        two.write_text('2')
+        assert one.name.startswith('.é')
+    assert (first.read_text(), second.read_text()) == ('1', '2')
+    with subprocess.Popen(['true']) as process:
+        ended = process.pid
+    left = one.with_name(one.name.replace(f'.{os.getpid()}.', f'.{ended}.'))
+    left.touch()
+    with replacing(first):
+        assert not left.exists()
+        one.touch()

@@ -79,8 +79,9 @@ def sides(*lists: list[Any]) -> list[Variant]:
 
 def labels(sides: list[Variant]) -> list[str]:
     """Returns the names of the sides: the properties in which they differ, or their checkout."""
-    differing = [i for i in range(len(Variant._fields)) if len({side[i] for side in sides}) > 1]
-    return [' '.join(str(side[i]) for i in differing or [0]) for side in sides]
+    fields = Variant._fields
+    differing = [i for i in range(len(fields)) if len({side[i] for side in sides}) > 1]
+    return [' '.join(str(side[i]) or f'no {fields[i]}' for i in differing or [0]) for side in sides]
 
 
 def main() -> None:
@@ -127,8 +128,8 @@ def main() -> None:
             medians = [statistics.median(own) for own in times]
             cells = [str(size), *(f'{ms:.3f}' for ms in medians)]
             cells.append(', '.join(f'{q[1]:.4f} ({q[0]:.4f} to {q[2]:.4f})' for q in ratios))
-            peaks = [ask_for(worker, 'peak') for worker in workers]
-            cells.append(', '.join(f'{peak / 2**30:.2f}' for peak in peaks))
+            peaks = [ask_for(worker, 'peak') or None for worker in workers]
+            cells.append(', '.join(f'{peak / 2**30:.2f}' if peak else 'unknown' for peak in peaks))
             print(' | '.join(cells), flush=True)
             if options.output:
                 row = origin | {'batch_size': size, 'config': options.config}
@@ -145,7 +146,7 @@ def main() -> None:
                     'peak_bytes': peaks,
                 }
                 with options.output.open('a') as file:
-                    file.write(json.dumps(row) + '\n')
+                    file.write(json.dumps(row, allow_nan=False) + '\n')
     finally:
         for worker in workers:
             worker.kill()
@@ -230,7 +231,7 @@ def work(options: argparse.Namespace) -> None:
     """Runs a worker.
 
     It answers `batch N` with seconds per call, `run CALLS` with milliseconds per step, and `peak 0`
-    with bytes, or nan if they are unknown.
+    with bytes, or 0 if they are unknown.
     """
     import time  # noqa: PLC0415
 
@@ -254,7 +255,7 @@ def work(options: argparse.Namespace) -> None:
     for line in sys.stdin:
         what, number = line.split()
         if what == 'peak':
-            print(f'answer {prepared.peak_bytes or "nan"}', flush=True)
+            print(f'answer {prepared.peak_bytes or 0}', flush=True)
             continue
         if what == 'batch':
             if prepared is not None:
