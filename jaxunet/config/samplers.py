@@ -25,7 +25,7 @@ CONSISTENCY_LEVELS = {1: (), 2: (0.821,), 3: (2.5, 0.5), 4: (5.0, 1.1, 0.4)}
 LEVELS_BY_SIDE = {  # by the fewest pixels of the shorter side
     0: CONSISTENCY_LEVELS,
     32: {1: (), 2: (2.0,), 3: (8.0, 2.0), 4: (12.0, 4.0, 1.5)},
-    64: {1: (), 2: (3.0,), 3: (8.0, 2.0), 4: (10.0, 2.5, 0.8)},
+    64: {1: (), 2: (3.0,), 3: (5.0, 1.0), 4: CONSISTENCY_LEVELS[4]},
 }
 # Usual steps. ddpm takes every timestep of a model, and 250 steps if it has none (edm, flow).
 DEFAULT_STEPS = {'ddim': 50, 'dpmpp_2m': 20, 'unipc': 20, 'heun': 20, 'consistency': 2}

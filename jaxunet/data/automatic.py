@@ -303,8 +303,9 @@ def choose(raw: Fields, facts: Facts) -> dict[str, object]:
         batch = ladders.batch_size(height * width, facts.images)
     tunes = value_at(raw, 'diffusion.objective') == 'consistency'
     count = facts.images
-    steps = ladders.steps_to_tune(count, batch) if tunes else ladders.steps_to_train(count)
     few = tunes and count < FEW
+    drops = few and value_at(raw, 'model.dropout') != 0
+    steps = ladders.steps_to_tune(count, batch, drops) if tunes else ladders.steps_to_train(count)
     choices: dict[str, object] = {
         'data.image_size': tuple(size),
         'model.image_channels': channels,

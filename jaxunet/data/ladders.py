@@ -25,9 +25,10 @@ LADDERS = {
 # Usual batches by the largest side of square images: with XLA, a step at 256 or 512 pixels is
 # estimated to take 13 or 23 GiB.
 BATCHES = {32: 128, 128: 32, 256: 16, math.inf: 8}
-# How often a tuning shows each image, if they are few: of 500 images, pictures were better after
-# 300 times than after 1,180 (docs/few_steps.md).
-TIMES_TUNED = 300
+# How often a tuning shows each image, if they are few, without dropout and with it: of 500 images,
+# pictures are better after 300 times than after 590, and with dropout about equal; of 600, they are
+# better after 490 times (docs/few_steps.md).
+TIMES_TUNED, TIMES_WITH_DROPOUT = 300, 600
 
 
 def image_size(sizes: list[tuple[int, int]]) -> tuple[int, ...]:
@@ -84,6 +85,7 @@ def steps_to_train(images: int) -> int:
     return 1000 * min(max(round(12 * math.sqrt(images / 500)), 4), 200)
 
 
-def steps_to_tune(images: int, batch: int) -> int:
-    """Returns the steps that show each image `TIMES_TUNED` times, in thousands; 4,000 to 8,000."""
-    return 1000 * min(max(round(TIMES_TUNED * images / batch / 1000), 4), 8)
+def steps_to_tune(images: int, batch: int, dropout: bool) -> int:
+    """Returns the steps that show each image often enough, in thousands; 4,000 to 8,000."""
+    times = TIMES_WITH_DROPOUT if dropout else TIMES_TUNED
+    return 1000 * min(max(round(times * images / batch / 1000), 4), 8)

@@ -105,11 +105,21 @@ def test_few_images_are_tuned_with_dropout(images, objective, dropout, rate):
 
 
 @pytest.mark.parametrize(
-    ('images', 'batch', 'steps'),
-    [(100, 32, 4000), (500, 32, 5000), (2000, 32, 8000), (2000, 128, 5000), (50_000, 128, 8000)],
+    ('images', 'batch', 'dropout', 'steps'),
+    [
+        (100, 32, -1.0, 4000),
+        (350, 32, -1.0, 7000),
+        (500, 32, -1.0, 8000),
+        (500, 32, 0.1, 8000),
+        (500, 32, 0.0, 5000),
+        (2000, 32, -1.0, 8000),
+        (2000, 128, -1.0, 5000),
+        (50_000, 128, -1.0, 8000),
+    ],
 )
-def test_few_images_are_tuned_for_fewer_steps(images, batch, steps):
-    raw = recipe('images', **{'data.batch_size': batch, 'train.steps': 0})
+def test_few_images_are_tuned_for_fewer_steps(images, batch, dropout, steps):
+    fields = {'data.batch_size': batch, 'train.steps': 0, 'model.dropout': dropout}
+    raw = recipe('images', **fields)
     facts = automatic.Facts(images, [(64, 64)], False)
     assert automatic.choose(raw, facts)['train.steps'] == steps
 
