@@ -191,7 +191,7 @@ def endings(folder: pathlib.Path = FOLDER) -> str:
     text = f'{table(("images", "s", "ending"), lines, columns)}\n\n{origin}.'
     if (folder / 'endings.jpg').exists():
         text += (
-            '\n\n![elephants64 after 180 s: constant-1 on the left, linear-4 on the right]'
+            '\n\n![objects64 after 180 s: constant-1 on the left, linear-4 on the right]'
             '(results/recipes/endings.jpg)'
         )
     return text

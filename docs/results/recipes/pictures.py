@@ -44,7 +44,7 @@ LIMIT = 50  # evaluations of the network a sample
 TICKS = (20, 50, 100, 150, 200, 300, 500, 700, 1000, 2000)  # Fréchet distances
 RECIPE, SHOWN = 'images', 180  # case and seconds of images.jpg
 HALVES = ('objects64',)  # data whose grids keep their upper half
-ENDINGS = ('elephants64_constant-1-180s_seed0_180s', 'elephants64_linear-4-180s_seed0_180s')
+ENDINGS = ('objects64_constant-1-180s_seed0_180s', 'objects64_linear-4-180s_seed0_180s')
 GAP, SHOWN_WIDTH = 16, 800  # pixels between them, and of both
 QUALITY, SMALLER = 80, 70  # of the JPEGs, and of endings.jpg
 # What pictures.jsonl says of the run of a grid or a log.
