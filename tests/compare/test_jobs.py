@@ -90,13 +90,13 @@ def test_endings_have_the_cost_of_few_programs():
     configs = step_cost.read_configs(f'{JOBS}:endings_costs', '/data')
     assert {job.case for job in jobs} <= configs.keys()
     assert next(iter(configs)) == 'constant-1'
-    kinds = {(c.data.batch_size, c.optimizer.name) for c in configs.values()}
-    assert len(kinds) == len(set(map(step_cost._step_of, configs.values()))) == 4
+    kinds = {(c.data.batch_size, c.optimizer.name, c.model.dropout) for c in configs.values()}
+    assert len(kinds) == len(set(map(step_cost._step_of, configs.values()))) == 5
     assert [job.name for job in jobs if job.picture] == [
         f'{data}64_{case}-180s_seed0'
         for data in ('objects', 'elephants')
         for case in ('constant-1', 'linear-4')
-    ]
+    ] + [f'{data}64_dropout-linear-4-180s_seed0' for data in ('elephants', 'emoji')]
 
 
 def test_the_recipe_itself_is_a_job(tmp_path):

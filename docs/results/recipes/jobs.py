@@ -62,9 +62,10 @@ def _ending(schedule: str, factor: float, batch: int = 32, **fields: object) -> 
 
 
 MUON = {'optimizer.name': 'muon'}
-ENDINGS = {  # only the batches and Muon change what a step costs
+ENDINGS = {  # only the batches, Muon and dropout change what a step costs
     'constant-1': _ending('constant', 1),
     'linear-4': _ending('linear', 4),  # the recipe
+    'dropout-linear-4': _ending('linear', 4, **{'model.dropout': 0.2}),  # for few images
     'cooldown-4': _ending('cooldown', 4),
     'batch16-linear-4': _ending('linear', 4, 16),
     'muon-linear-4': _ending('linear', 4, **MUON),
@@ -182,7 +183,7 @@ def ending(name: str, data: str, folder: str, *, seed: int = 0, seconds: int = 6
 
 def endings(folder: str) -> list[Job]:
     """Returns the jobs of `ENDINGS`: the first two everywhere, then each other kind once."""
-    constant, recipe, *others = ENDINGS
+    constant, recipe, dropout, *others = ENDINGS
     sets = (
         ('objects64', 1, 60),
         ('elephants64', 0, 60),
@@ -193,6 +194,7 @@ def endings(folder: str) -> list[Job]:
         ('emoji64', 1, 60),
     )
     runs = [(name, *run) for run in sets for name in (constant, recipe)]
+    runs += [(dropout, of, 0, s) for s in (60, 180) for of in ('elephants64', 'emoji64')]
     runs += [(name, 'objects64', 0, 60) for name in others]
     return [ending(name, of, folder, seed=seed, seconds=s) for name, of, seed, s in runs]
 
