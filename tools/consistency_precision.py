@@ -2,8 +2,9 @@
 
     PYTHONPATH=. python tools/consistency_precision.py RUN [--precision bfloat16] [--q 64,256]
 
-RUN is a workdir, a checkpoint or a weight file of a model that predicts edm or flow, tuned or not.
-The loss compares D(x_t) with D(x_r), and divides by t − r. Each line has, as means over images:
+RUN is a workdir, a checkpoint or a weight file of a model that predicts v, edm or flow, tuned or
+not. The loss compares D(x_t) with D(x_r), and divides by t − r. Each line has, as means over
+images:
 
   t            the noise level
   loss         ‖D(x_t) − D(x_r)‖ / (t − r) in float32, without dropout

@@ -209,7 +209,7 @@ def fit_initial(config: Config, class_names: Sequence[str] = ()) -> Initial:
     except UserError as error:
         raise UserError(str(error).replace('--ema', 'init_from_ema')) from None
     if config.diffusion.objective == 'consistency':
-        check_teacher(model.config, config.init_from, config.diffusion.consistency_of)
+        check_teacher(model.config, config.init_from, config)
         check_guiding(model.config, config)
     fitted = fit(
         model.params,

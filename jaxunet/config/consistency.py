@@ -19,8 +19,15 @@ FINEST = 16
 MOST = 2**20  # largest q^stages
 NEEDS_WEIGHTS = (
     'diffusion.objective: consistency tunes a trained network: set init_from to a run, a '
-    'checkpoint or the weights of a model that predicts edm or flow'
+    'checkpoint or the weights of a model that predicts v, edm or flow'
 )
+# Fields of the networks that can be tuned without which their prediction has no meaning.
+MEANING = {
+    'v': ('schedule', 'steps', 'rescale_timesteps'),
+    'edm': ('edm_sigma_data', 'edm_time_scale'),
+    'flow': (),
+}
+TUNED = tuple(MEANING)
 
 
 def q_of(config: Config) -> int:
@@ -39,23 +46,32 @@ def chosen_stages(q: int) -> int:
     return max(round(math.log(FINEST, max(q, 2))), 1)
 
 
-def check_teacher(config: Config, path: str, of: str = '') -> None:
+def check_teacher(config: Config, path: str, run: Config | None = None) -> None:
     """Checks that a network can be tuned.
 
     Args:
       config: of the model that holds it.
       path: of the model, for the message.
-      of: what it must predict, edm or flow; '' = either.
+      run: config of the run that tunes it; None = a run that takes all fields from the model.
 
     Raises:
-      UserError: it predicts something else.
+      UserError: it predicts something else, or the run gives its prediction another meaning.
     """
-    found = config.diffusion.prediction
-    if found not in ([of] if of else ['edm', 'flow']):
+    d, of = config.diffusion, run.diffusion.consistency_of if run else ''
+    if d.prediction not in ([of] if of else TUNED) or d.learn_sigma:
         raise UserError(
             f'init_from: {path}: consistency tuning needs a network that predicts '
-            f'{of or "edm or flow"}, found {found}'
+            f'{of or "v, edm or flow"}, found {d.prediction}{" and the variance" * d.learn_sigma}'
         )
+    if run is None:
+        return
+    for name in MEANING[d.prediction]:
+        value, asked = getattr(d, name), getattr(run.diffusion, name)
+        if value != asked:
+            raise UserError(
+                f'diffusion.{name}: expected {value}, with which the network of {path} was '
+                f'trained, found {asked}; leave it out'
+            )
 
 
 def check_guiding(teacher: Config, config: Config) -> None:
@@ -72,9 +88,9 @@ def check_guiding(teacher: Config, config: Config) -> None:
     if teacher.diffusion.objective == 'consistency' and (scale, folded) != (1, 1):
         found = f' with guidance {folded:g}' if folded != 1 else ''
         raise UserError(
-            f'init_from: {config.init_from}: guidance is folded in with the predictions of an edm '
-            f'or flow model, found a consistency model{found}; start from the model that it was '
-            'tuned from, or resume its run with a larger train.steps'
+            f'init_from: {config.init_from}: guidance is folded in with the predictions of a v, '
+            f'edm or flow model, found a consistency model{found}; start from the model that it '
+            'was tuned from, or resume its run with a larger train.steps'
         )
     if scale != 1 and not (teacher.model.num_classes and teacher.model.label_dropout):
         raise UserError(
@@ -105,7 +121,7 @@ def consistency_problems(config: Config) -> Iterator[str]:
     d, e, sample_steps = config.diffusion, config.evaluation, config.train.sample_steps
     if not d.consistency_of:
         yield (
-            'diffusion.consistency_of: expected edm or flow, what the network predicts, found '
+            'diffusion.consistency_of: expected v, edm or flow, what the network predicts, found '
             "''; a training run takes it from init_from"
         )
     q, stages = q_of(config), d.consistency_stages

@@ -101,7 +101,7 @@ class DiffusionConfig:
     """
 
     # epsilon | x0 | v, at the timesteps of `schedule`; edm | flow, at continuous noise levels;
-    # consistency: tunes the edm or flow network of init_from to draw in one or two evaluations
+    # consistency: tunes the v, edm or flow network of init_from to draw in one or two evaluations
     # (`jaxunet.training.consistency`); '' = chosen.
     objective: str = option(
         'epsilon',
@@ -112,7 +112,8 @@ class DiffusionConfig:
     )
     # T: number of timesteps, or of slices of equal probability for continuous noise levels.
     steps: int = option(1000, POSITIVE, limit=10**6)
-    # epsilon, x0 and v: linear (DDPM; also means unset) | cosine (IDDPM). edm and flow have none.
+    # epsilon, x0 and v, also tuned: linear (DDPM; also means unset) | cosine (IDDPM). edm and flow
+    # have none.
     schedule: str = option('linear', choices=('linear', 'cosine'))
     # edm: mean and standard deviation of ln(σ) in training
     edm_mean: float = option(-1.2, since='0.2.0')
@@ -125,8 +126,13 @@ class DiffusionConfig:
     # flow: mean and standard deviation of logit(t) in training
     flow_mean: float = option(0.0, since='0.2.0')
     flow_std: float = option(1.0, POSITIVE, since='0.2.0')
-    # What the network predicts, edm or flow; '' = as that of init_from.
-    consistency_of: str = option('', choices=('', 'edm', 'flow'), since='0.2.0')
+    # What the network predicts, v, edm or flow; '' = as that of init_from.
+    consistency_of: str = option('', choices=('', 'v', 'edm', 'flow'), since='0.2.0')
+    # consistency of v: mean and standard deviation of ln(σ) in training
+    v_mean: float = option(-1.1, belongs_to=(('diffusion.consistency_of', 'v'),), since='0.2.0')
+    v_std: float = option(
+        2.0, POSITIVE, belongs_to=(('diffusion.consistency_of', 'v'),), since='0.2.0'
+    )
     # Discretisation: at σ much above 1, the target is at the noise level (1 - 1/q) σ, so larger
     # values are finer. 0 = chosen by precision (`jaxunet.config.consistency`).
     consistency_q: int = option(

@@ -141,13 +141,13 @@ def _infonoise(config: Config) -> Iterator[str]:
 def _continuous(config: Config) -> Iterator[str]:
     """Checks options that only objectives with timesteps have: schedule, variance, bound."""
     d, e = config.diffusion, config.evaluation
-    if d.schedule != 'linear':
+    if d.schedule != 'linear' and d.prediction != 'v':
         yield (
             f'diffusion.schedule: {d.schedule} belongs to the objectives epsilon, x0 and v; '
             f'{d.objective} has continuous noise levels, set by diffusion.{d.prediction}_mean and '
             f'{d.prediction}_std; leave schedule out'
         )
-    if d.rescale_timesteps:
+    if d.rescale_timesteps and d.prediction != 'v':
         yield (
             f'diffusion.rescale_timesteps: {d.objective} has no timesteps, and its times lie on '
             'that scale; leave it out'

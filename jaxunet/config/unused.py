@@ -51,13 +51,13 @@ def check_used(*configs: Config, earlier: Sequence[Config] = ()) -> None:
 
 def owners() -> dict[str, tuple[Choice, ...]]:
     """Returns the fields that belong to choices, by their paths."""
-    choosers = {path: facts.belongs_to for path, facts in FACTS.items() if facts.belongs_to}
+    choosers: dict[str, tuple[Choice, ...]] = {}
     for chooser in (path for path, facts in FACTS.items() if facts.prefixes):
         section = chooser.partition('.')[0]
         for choice in CHOICES[chooser]:
             begins = f'{section}.{choice}_'
             choosers |= {path: ((chooser, choice),) for path in FACTS if path.startswith(begins)}
-    return choosers
+    return choosers | {path: facts.belongs_to for path, facts in FACTS.items() if facts.belongs_to}
 
 
 def _problems(configs: Sequence[Config], path: str, choice: Choice) -> Iterator[tuple[object, str]]:
@@ -71,7 +71,7 @@ def _problems(configs: Sequence[Config], path: str, choice: Choice) -> Iterator[
         chosen.setdefault(operator.attrgetter(path)(config), []).append(found)
     for value, found in chosen.items():
         if value != operator.attrgetter(path)(Config()) and needed not in found:
-            others = ', '.join(dict.fromkeys(map(str, found)))
+            others = ', '.join(dict.fromkeys(str(one) or "''" for one in found))
             yield (
                 value,
                 f'{path}: {value} has no effect: it belongs to {chooser}={needed}, '

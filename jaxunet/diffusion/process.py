@@ -4,7 +4,7 @@ Timesteps are t = 0..T−1, where t = 0 is the least noisy; step t of the papers
 are computed in float64 and stored in float32.
 
 The *time* of a noise level is what the network's time embedding reads: the timestep t, or a real
-number for the objectives edm and flow (`jaxunet.diffusion.levels`). Functions of a time take
+number where noise levels are continuous (`jaxunet.diffusion.levels`). Functions of a time take
 either. Images are x_t = √ᾱ x_0 + √(1 − ᾱ) ε for every objective. The objectives differ in what the
 network sees and in what it predicts:
 
@@ -25,7 +25,6 @@ Sources: DDPM, Ho et al. 2020, arXiv 2006.11239; IDDPM, Nichol & Dhariwal 2021, 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import jax
@@ -36,6 +35,7 @@ from jaxtyping import Array, Float, Float32, Float64, Int, Key, Real
 from jaxunet.config import DiffusionConfig
 from jaxunet.config.schema import FACTS
 from jaxunet.diffusion.levels import middle_times, signal_and_noise, time_of_quantile
+from jaxunet.diffusion.schedules import make_betas
 from jaxunet.runtime.errors import UserError
 
 Images = Float[Array, 'batch height width channels']
@@ -96,36 +96,6 @@ class Diffusion:
     def steps(self) -> int:
         """T, the number of timesteps."""
         return len(self.betas)
-
-
-def make_betas(schedule: str, steps: int) -> Float64[np.ndarray, ' steps']:
-    """Returns the β of every timestep, shape (T,).
-
-    Args:
-      schedule: `linear` (DDPM section 4: 1e-4 to 0.02, scaled by 1000/T as in guided-diffusion) or
-        `cosine` (IDDPM eq. 17, at most 0.999).
-      steps: T.
-
-    Raises:
-      UserError: an unknown schedule, or fewer steps than the schedule needs.
-    """
-    if steps < 1:
-        raise UserError(f'diffusion.steps: expected 1 or more, found {steps}')
-    if schedule == 'linear':
-        scale = 1000 / steps
-        if scale * 0.02 >= 1:
-            raise UserError(
-                f'diffusion.steps: the linear schedule needs more than 20 steps, found {steps} '
-                '(its last beta, 0.02 * 1000 / steps, must stay below 1); '
-                'use more steps or diffusion.schedule=cosine'
-            )
-        return np.linspace(scale * 1e-4, scale * 0.02, steps, dtype=np.float64)
-    if schedule == 'cosine':
-        offset = 0.008
-        time = np.arange(steps + 1, dtype=np.float64) / steps
-        f = np.cos((time + offset) / (1 + offset) * (math.pi / 2)) ** 2
-        return np.minimum(1 - f[1:] / f[:-1], 0.999)
-    raise UserError(f'diffusion.schedule: {FACTS["diffusion.schedule"].problem(schedule)}')
 
 
 def make_diffusion(config: DiffusionConfig) -> Diffusion:
@@ -271,6 +241,8 @@ def target_factors(diffusion: Diffusion, time: Times) -> tuple[Factor, Factor]:
     if diffusion.prediction == 'flow':
         one = jnp.ones_like(signal_at(diffusion, time))
         return -one, one
+    if diffusion.prediction == 'v':
+        return -noise_at(diffusion, time), signal_at(diffusion, time)
     raise ValueError(f'{diffusion.prediction} is not an objective with continuous noise levels')
 
 

@@ -55,7 +55,14 @@ CLEARED = (
 )
 TAKEN = ('model.', 'diffusion.', 'data.')  # those of the run of init_from, but for these fields
 HELD_OUT = 'train.holdout_every'  # needs data.holdout
-NOT_TAKEN = (OBJECTIVE, 'diffusion.consistency_', 'data.num_workers', 'data.cache')
+NOT_TAKEN = (
+    OBJECTIVE,
+    'diffusion.consistency_',
+    'diffusion.kl_loss',
+    'diffusion.vlb_weight',
+    'data.num_workers',
+    'data.cache',
+)
 
 
 def init_from_config(values: ConfigDict | Fields, known: Config | None) -> Config | None:
@@ -92,7 +99,7 @@ def for_tuning(
         among them, it is the config file's, and so are all fields that differ from their defaults.
 
     Raises:
-      UserError: there is nothing to tune, or a model that predicts neither edm nor flow.
+      UserError: there is nothing to tune, or a model that predicts neither v, edm nor flow.
     """
     raw = values.to_dict() if isinstance(values, ConfigDict) else values
     if not isinstance(raw, dict):
@@ -169,14 +176,14 @@ def _taken(start: Config | None) -> Fields:
 
 
 def _prediction(start: Config | None, init_from: object) -> str:
-    """Returns what the network of `init_from` predicts, edm or flow."""
+    """Returns what the network of `init_from` predicts, v, edm or flow."""
     if not init_from:
         raise UserError(NEEDS_WEIGHTS)
     if start is None:
         check_exists(folder := on_this_machine(str(init_from)))
         raise UserError(
             f'init_from: {init_from}: expected the run, the checkpoint or the weights of a model '
-            f'that predicts edm or flow, found none there that says so{runs_inside(folder)}'
+            f'that predicts v, edm or flow, found none there that says so{runs_inside(folder)}'
         )
     check_teacher(start, str(init_from))
     return start.diffusion.prediction

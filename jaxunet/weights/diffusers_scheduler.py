@@ -26,7 +26,7 @@ from jaxunet.config import Config
 from jaxunet.config.samplers import FIRST_LEVEL, usual_levels
 from jaxunet.config.schema import Fields
 from jaxunet.diffusion.levels import TIME_SCALE
-from jaxunet.diffusion.process import make_betas
+from jaxunet.diffusion.schedules import make_betas
 from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.untrusted import NUMBER, check_fields, shown
 from jaxunet.weights.diffusers import VERSION

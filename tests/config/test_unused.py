@@ -25,7 +25,15 @@ def test_every_field_belongs_to_a_choice(section, chooser, fields):
 
 def test_fields_of_an_objective():
     names = {path.partition('.')[2] for path in owners() if path.startswith('diffusion.')}
-    objectives = {'edm_mean', 'edm_std', 'edm_sigma_data', 'flow_mean', 'flow_std'}
+    objectives = {
+        'edm_mean',
+        'edm_std',
+        'edm_sigma_data',
+        'flow_mean',
+        'flow_std',
+        'v_mean',
+        'v_std',
+    }
     consistency = {f'consistency_{name}' for name in ('of', 'q', 'stages', 'c', 'guidance')}
     assert names == {*objectives, *consistency, 'edm_time_scale', 'vlb_weight'}
 
@@ -47,6 +55,7 @@ def test_a_field_of_another_sampler_is_refused():
         ('timesteps', {'history': 3}, 'timesteps.sampler=loss_second_moment'),
         ('timesteps', {'speed_k': 2.0}, 'timesteps.sampler=speed'),
         ('diffusion', {'objective': 'edm', 'flow_std': 2.0}, 'diffusion.objective=flow'),
+        ('diffusion', {'objective': 'v', 'v_std': 1.0}, 'diffusion.consistency_of=v'),
         (
             'diffusion',
             {'objective': 'consistency', 'consistency_of': 'edm', 'flow_std': 2.0},

@@ -123,6 +123,31 @@ def test_times_are_drawn_from_the_distribution_of_the_paper_within_their_slice(c
     np.testing.assert_allclose(middles[500], times[np.argmin(np.abs(slices - 500.5))], rtol=0.05)
 
 
+@pytest.mark.parametrize(
+    ('schedule', 'ends'), [('linear', (0.01, 157.41)), ('cosine', (6.425e-3, 20_291))]
+)
+def test_v_is_tuned_at_the_levels_of_its_schedule(schedule, ends):
+    teacher = d.make_diffusion(DiffusionConfig(objective='v', schedule=schedule))
+    config = DiffusionConfig(objective='consistency', consistency_of='v', schedule=schedule)
+    timesteps = np.arange(1000)
+    for array in (np.asarray, lambda x: jnp.asarray(x, jnp.float32)):
+        signal, noise = levels.signal_and_noise(config, array(timesteps.astype(np.float64)))
+        np.testing.assert_allclose(signal, teacher.signal, rtol=1e-5)
+        np.testing.assert_allclose(noise, teacher.noise, rtol=1e-5)
+        # Between two timesteps ln σ is a line; beyond the ends there is no level.
+        sigma = (teacher.noise_to_signal[:-1] * teacher.noise_to_signal[1:]) ** 0.5
+        between = levels.time_of_sigma(config, array(np.array([1e-9, *sigma, 1e9])))
+        np.testing.assert_allclose(between, [0, *(timesteps[:-1] + 0.5), 999], atol=1e-2)
+    np.testing.assert_allclose(teacher.noise_to_signal[[0, -1]], ends, rtol=1e-4)
+    quantiles = (np.arange(5000) + 0.5) / 5000
+    times = np.asarray(levels.time_of_quantile(config, jnp.asarray(quantiles)), np.float64)
+    drawn = np.log(np.divide(*reversed(levels.signal_and_noise(config, times))))
+    a, b = ((np.log(end) + 1.1) / 2 for end in ends)
+    assert stats.kstest(drawn, stats.truncnorm(a, b, -1.1, 2).cdf).statistic < 2e-3
+    process = d.make_diffusion(config)
+    assert process.betas.min() > 0
+
+
 @CONFIGS
 def test_quantiles_at_the_ends_are_finite(config):
     times = levels.time_of_quantile(config, jnp.array([0.0, 1.0]))

@@ -31,12 +31,14 @@ SPREAD = np.array([0.1, 0.5, 0.3, 0.2], np.float32)
 SHAPE = (1, 4, 1)
 PICTURE = np.array([200, 90, 160, 20], np.uint8).reshape(SHAPE)
 KNOWN = PICTURE.ravel() / 127.5 - 1
-OF = pytest.mark.parametrize('of', ['edm', 'flow'])
+OF = pytest.mark.parametrize('of', ['edm', 'flow', 'v'])
 
 
 @functools.cache
 def process(of):
-    return d.make_diffusion(DiffusionConfig(objective='consistency', consistency_of=of))
+    schedule = 'cosine' if of == 'v' else 'linear'  # edm and flow have none, which is the default
+    fields = {'consistency_of': of, 'schedule': schedule}
+    return d.make_diffusion(DiffusionConfig(objective='consistency', **fields))
 
 
 def network(diffusion):

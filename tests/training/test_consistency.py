@@ -19,7 +19,7 @@ from jaxunet.config import DiffusionConfig
 from jaxunet.config.consistency import q_of
 from jaxunet.config.samplers import CONSISTENCY_LEVELS, FIRST_LEVEL
 from jaxunet.diffusion.levels import signal_and_noise, time_of_sigma
-from jaxunet.diffusion.process import make_diffusion, target_factors
+from jaxunet.diffusion.process import make_diffusion, network_input, target_factors
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.sampling.sampler import make_sampler
 from jaxunet.training import consistency
@@ -28,7 +28,9 @@ from jaxunet.training.batch import split_keys
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
 EDM, FLOW = (DiffusionConfig(objective='consistency', consistency_of=of) for of in ('edm', 'flow'))
-BOTH = pytest.mark.parametrize('config', [EDM, FLOW], ids=lambda config: config.consistency_of)
+# So many timesteps that the lowest is below the levels of the tests.
+V = DiffusionConfig(objective='consistency', consistency_of='v', schedule='cosine', steps=10**5)
+ALL = pytest.mark.parametrize('config', [EDM, FLOW, V], ids=lambda config: config.consistency_of)
 SPREAD = 0.5  # standard deviation of the Gaussian data
 
 
@@ -37,8 +39,7 @@ def predicting(diffusion, image):
 
     def predict(seen, time):
         signal, noise = (a[:, None, None, None] for a in signal_and_noise(diffusion.config, time))
-        edm = diffusion.prediction == 'edm'
-        xt = seen * (jnp.sqrt(noise**2 + (DATA * signal) ** 2) if edm else signal + noise)
+        xt = seen / network_input(diffusion, jnp.ones_like(seen), time)
         x0 = image(xt / signal, noise / signal)
         a, b = target_factors(diffusion, time)
         return a * x0 + b * (xt - signal * x0) / noise
@@ -47,9 +48,9 @@ def predicting(diffusion, image):
 
 
 @pytest.mark.parametrize('name', CASES)
-@BOTH
+@ALL
 def test_losses_and_gradients_are_those_of_the_authors_code(name, config):
-    """Flow's network predicts the same image, so that it has the same loss."""
+    """Networks of v and flow predict the same image, so that they have the same loss."""
     golden = np.load(FIXTURES / 'consistency_golden.npz')
     q, stage, c = CASES[name]
     process = make_diffusion(dataclasses.replace(config, consistency_c=c))

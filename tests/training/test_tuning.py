@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import jax
@@ -209,7 +210,7 @@ def test_an_open_objective_is_that_of_a_tuned_network():
             'init_from: .: expected the run, .*, found none there that says so$',
         ),
         (None, {'init_from': 'held'}, 'found none there that says so; it holds the workdirs a, b$'),
-        (Config(), {}, 'init_from: runs/teacher: .* predicts edm or flow, found epsilon'),
+        (Config(), {}, 'init_from: runs/teacher: .* predicts v, edm or flow, found epsilon'),
     ],
 )
 def test_nothing_to_tune_is_one_line(start, changes, message, tmp_path, monkeypatch):
@@ -224,7 +225,10 @@ def test_nothing_to_tune_is_one_line(start, changes, message, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ('changes', 'message'),
     [
-        ({'diffusion': {'consistency_of': ''}}, 'diffusion.consistency_of: expected edm or flow'),
+        (
+            {'diffusion': {'consistency_of': ''}},
+            'diffusion.consistency_of: expected v, edm or flow',
+        ),
         ({'loss': {'weighting': 'min_snr'}}, 'loss.weighting: expected uniform .* found min_snr'),
         ({'timesteps': {'sampler': 'adaptive'}}, 'timesteps.sampler: expected uniform .*adaptive'),
         ({'evaluation': {'steps': 5}}, 'evaluation.steps: expected 1 to 4 evaluations .* found 5'),
@@ -262,23 +266,58 @@ def tuning(path, **changes):
 
 
 @pytest.mark.parametrize(
-    ('objective', 'message'),
+    ('fields', 'message'),
     [
-        ('epsilon', 'needs a network that predicts edm, found epsilon'),
-        ('flow', 'needs a network that predicts edm, found flow'),
-        ('', 'consistency tunes a trained network: set init_from'),
+        ({'objective': 'epsilon'}, 'needs a network that predicts edm, found epsilon'),
+        ({'objective': 'flow'}, 'needs a network that predicts edm, found flow'),
+        (
+            {'objective': 'edm', 'edm_sigma_data': 0.25},
+            'diffusion.edm_sigma_data: expected 0.25, with which .* was trained, found 0.5',
+        ),
+        ({}, 'consistency tunes a trained network: set init_from'),
     ],
 )
-def test_other_weights_are_refused(tmp_path, objective, message):
+def test_other_weights_are_refused(tmp_path, fields, message):
     path = ''
-    if objective:
+    if fields:
         path = tmp_path / 'teacher.safetensors'
-        teacher = tuning('').replace(diffusion={'objective': objective, 'consistency_of': ''})
+        teacher = tuning('').replace(diffusion={'consistency_of': '', **fields})
         write_weights(path, fresh_state(teacher).params, teacher)
         assert config_at(str(path)) == teacher
     with pytest.raises(UserError, match=message) as error:
         load_initial(tuning(path))
     assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({}, ''),
+        ({'schedule': 'linear'}, 'diffusion.schedule: expected cosine, .* found linear; leave it'),
+        ({'steps': 500}, 'diffusion.steps: expected 100, with which .* found 500; leave it out'),
+    ],
+)
+def test_networks_of_v_are_tuned_with_their_own_schedule(changes, message, tmp_path):
+    path = tmp_path / 'teacher.safetensors'
+    fields = {'objective': 'v', 'schedule': 'cosine', 'steps': 100, 'rescale_timesteps': True}
+    none = {'num_classes': 0, 'label_dropout': 0.0}
+    teacher = tiny_config(diffusion=fields, model=none)
+    params = fresh_state(teacher).params
+    write_weights(path, params, teacher)
+    named = {**TUNES, 'init_from': str(path), 'train.steps': 2}
+    named |= {f'diffusion.{name}': value for name, value in changes.items()}
+    start = init_from_config(recipe('digits', **named), None)
+    named['data.path'] = 'digits:'
+    config = complete(for_tuning(recipe('digits', **named), None, start, named))
+    d = config.diffusion
+    assert (d.prediction, d.v_mean, d.v_std, d.time_scale) == ('v', -1.1, 2.0, 1000 / d.steps)
+    check_used(config)
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        jax.tree.map(np.testing.assert_array_equal, load_initial(config).params, params)
+    with pytest.raises(UserError, match=r'predicts v, .*, found v and the variance$'):
+        for_tuning(
+            recipe('digits', **named), None, start.replace(diffusion={'learn_sigma': True}), named
+        )
 
 
 def test_a_run_resumes_bit_for_bit(tmp_path, source, caplog):
