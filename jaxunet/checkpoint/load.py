@@ -84,12 +84,13 @@ def load_model(
     path = hub.on_this_machine(path)
     check_exists(path)
     if _is_run(path):
-        if config is not None:
+        there = find(path) is not None  # else, the reader of checkpoints says what is expected
+        if there and config is not None:
             raise UserError(
                 f'{path}: a checkpoint holds its own config; leave --config and --preset out'
             )
         given = ['new_attention_order'] * (new_attention_order is not None) + list(stated)
-        if given:
+        if there and given:
             flags = ', '.join(f'--{name}' for name in given)
             raise UserError(f'{path}: a checkpoint already describes its model; leave {flags} out')
         return _from_checkpoint(path, ema or ('none' if trained else ''))

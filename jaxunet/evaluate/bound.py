@@ -188,7 +188,7 @@ def _images(path: str, model: Model, reference: str) -> Source:
     if expected and (source.labels.min() < 0 or source.labels.max() >= expected):
         raise UserError(
             f'{source.name}: expected images in the {expected} classes of the model, found {found} '
-            'classes; put them into folders by class'
+            'classes; give them labels (docs/training.md, "Labels")'
         )
     return source
 

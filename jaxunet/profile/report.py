@@ -170,7 +170,8 @@ def read_csv(path: pathlib.Path) -> list[Row]:
             raise ValueError(f'expected {len(COLUMNS)} values, found more')
         return [Row(**{name: types[name](value) for name, value in row.items()}) for row in rows]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f'{path}: cannot be read: {error}') from None
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise UserError(f'{path}: cannot be read: {reason}') from None
     except (TypeError, ValueError, csv.Error) as error:
         raise UserError(f'{path}: a row is damaged ({error}); profile again') from None
 

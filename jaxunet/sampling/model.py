@@ -81,9 +81,9 @@ class Model:
         """Calls the network; a function that JAX can differentiate and compile.
 
         Args:
-          x: noisy images; clean ones have pixels from −1 to 1.
-          t: for each image, or for all, the timestep 0 to T − 1 or, for the objectives edm and
-            flow, the number that they give the network (`jaxunet.diffusion`).
+          x: noisy images, scaled as in `jaxunet.diffusion.process`; clean pixels are −1 to 1.
+          t: for each image, or for all, the timestep 0 to T − 1 or, for continuous noise levels,
+            250 ln σ of edm, with any `diffusion.edm_time_scale`, and 1000 t of flow.
           labels: classes of a conditional model, −1 = unconditional; None = all unconditional.
           low_res: the pictures that a super-resolution network enlarges, from −1 to 1.
           params: weights to use; None = `Model.params`.

@@ -183,7 +183,7 @@ def _with_process(
     scheduler = _scheduler(unet)
     if scheduler is None:
         return inferred
-    values = read_json(scheduler, advice=ADVICE)
+    values = read_json(scheduler, advice=ADVICE, finite=False)  # DPM-Solver's has -Infinity
     fields = process_fields(values, learned=inferred.learn_sigma, source=str(scheduler))
     if own is not None:
         named = {f'diffusion.{name}': value for name, value in fields.items()}

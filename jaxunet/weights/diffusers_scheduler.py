@@ -171,8 +171,8 @@ def process_fields(scheduler: Mapping[str, Any], *, learned: bool, source: str) 
     kinds |= {'beta_start': NUMBER, 'beta_end': NUMBER}
     check_fields(values, kinds, source, advice=ADVICE)
     expect(source, 'prediction_type', values['prediction_type'], tuple(PREDICTIONS.values()))
-    name = 'rescale_betas_zero_snr'
-    expect(source, name, values.get(name, False), (False,))
+    for name, ours in (('rescale_betas_zero_snr', False), ('timestep_type', 'discrete')):
+        expect(source, name, values.get(name, ours), (ours,))
     variance = values.get('variance_type', 'fixed_small')
     if learned or variance in ('learned', 'learned_range'):
         wanted = ('learned_range',) if learned else ('fixed_small', 'fixed_large')

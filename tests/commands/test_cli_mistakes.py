@@ -238,6 +238,14 @@ MISTAKES = [
         'holds its own config; leave --config and --preset out',
     ),
     (
+        ['jaxunet.sample', '--checkpoint=/usr', '--num_heads=2'],
+        '/usr: neither a workdir with checkpoints/ nor a checkpoint in one',
+    ),
+    (
+        ['jaxunet.sample', '--checkpoint=/usr', '--preset=adm_imagenet64'],
+        '/usr: neither a workdir with checkpoints/ nor a checkpoint in one',
+    ),
+    (
         ['jaxunet.export', '--checkpoint=RUN', '--output=m.pt', '--image_size=big'],
         "--image_size: expected SIDE or HEIGHT,WIDTH, such as 64 or 48,64; found 'big'",
     ),

@@ -193,7 +193,7 @@ def test_csv_round_trip(tmp_path):
 
 
 def test_csv_mistakes(tmp_path):
-    with pytest.raises(UserError, match='No such file'):
+    with pytest.raises(UserError, match=r'none\.csv: cannot be read: No such file or directory$'):
         report.read_csv(tmp_path / 'none.csv')
     path = tmp_path / 'a.csv'
     path.write_text('a,b\n1,2\n')

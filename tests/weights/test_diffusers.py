@@ -144,7 +144,13 @@ def without_index(folder: pathlib.Path) -> None:
     (folder / 'model_index.json').unlink()
 
 
-@pytest.mark.parametrize('change', [flat, shards, averages_alone, without_index])
+def dpm_solver(folder: pathlib.Path) -> None:
+    """diffusers writes the option as -Infinity, which is not JSON."""
+    name = 'DPMSolverMultistepScheduler'
+    changed(folder, SCHEDULER, _class_name=name, lambda_min_clipped=-np.inf)
+
+
+@pytest.mark.parametrize('change', [flat, shards, averages_alone, without_index, dpm_solver])
 def test_layouts(tmp_path: pathlib.Path, change: Callable[[pathlib.Path], None]) -> None:
     folder = foreign(tmp_path)
     change(folder)

@@ -26,6 +26,7 @@ from jaxunet.sampling import sampler as ours
 from jaxunet.sampling.generator import sampler_of
 from jaxunet.sampling.options import SamplerConfig
 from jaxunet.weights import read_weights, write_folder
+from jaxunet.weights.diffusers_scheduler import DISCRETE as DISCRETE_SCHEDULERS
 
 torch = pytest.importorskip('torch')
 diffusers = pytest.importorskip('diffusers')
@@ -346,3 +347,11 @@ def test_a_folder_that_the_library_saved_again(tmp_path: pathlib.Path) -> None:
     found = read_weights(tmp_path / 'again')
     assert found.config.diffusion == config.diffusion
     same(found.params, random_params(config))
+
+
+def test_the_schedulers_of_the_library(tmp_path: pathlib.Path) -> None:
+    unet = diffusers.UNet2DModel(**SMALL_UNET)
+    linear = {'beta_start': 1e-4, 'beta_end': 0.02}
+    for name in DISCRETE_SCHEDULERS:
+        diffusers.DDPMPipeline(unet, getattr(diffusers, name)(**linear)).save_pretrained(tmp_path)
+        assert read_weights(tmp_path).config.diffusion.schedule == 'linear'

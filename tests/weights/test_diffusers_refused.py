@@ -120,6 +120,13 @@ def test_a_learned_variance_needs_a_scheduler_that_reads_it(tmp_path: pathlib.Pa
         (SCHEDULER, {'prediction_type': 'flow'}, "prediction_type: .*v_prediction, found 'flow'"),
         (SCHEDULER, {'variance_type': 'learned_range'}, 'variance_type: expected fixed_small or'),
         (SCHEDULER, {'rescale_betas_zero_snr': True}, 'rescale_betas_zero_snr: expected False'),
+        (SCHEDULER, {'timestep_type': 'continuous'}, 'timestep_type: expected discrete, found'),
+        (SCHEDULER, {'beta_end': float('nan')}, 'beta_end: expected 0.02 .* found nan'),
+        (
+            SCHEDULER,
+            {'_class_name': JUMPS, 'sigma_min': 0, 'sigma_data': float('inf')},
+            'sigma_data: expected .*found inf',
+        ),
         (SCHEDULER, {'num_train_timesteps': '9'}, 'num_train_timesteps: expected a whole number'),
         (SCHEDULER, {'num_train_timesteps': 0}, 'num_train_timesteps: expected 1 or more, found 0'),
         (
