@@ -64,6 +64,11 @@ class NoisyBatch(NamedTuple):
     augmentation: Float[Array, 'batch inputs'] | None
     low_res: Float[Array, 'batch low_height low_width low_channels'] | None
 
+    @property
+    def conditions(self) -> tuple[Array | None, ...]:
+        """The arguments of `UNet.predict` after the time."""
+        return self.labels, self.dropout_keys, self.augmentation, self.low_res
+
 
 def normalise(
     image: UInt[Array, 'batch height width channels'],
@@ -157,5 +162,5 @@ def noise_batch(
     xt = q_sample(diffusion, x0, time, noise)
     dropout_keys = keys.dropout if config.model.dropout else None
     model_input = network_input(diffusion, xt, time)
-    inputs = (labels, dropout_keys, augmentation, low_res_of(config, loaded))
-    return NoisyBatch(x0, xt, model_input, draw, time, noise, *inputs)
+    conditions = labels, dropout_keys, augmentation, low_res_of(config, loaded)
+    return NoisyBatch(x0, xt, model_input, draw, time, noise, *conditions)

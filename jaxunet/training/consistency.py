@@ -78,12 +78,11 @@ def loss_fn(
         noisy = noise_batch(config, parts.diffusion, parts.sampler, state.timesteps, keys, batch)
 
     def network(weights: Params) -> Network:
-        inputs = noisy.labels, noisy.dropout_keys, noisy.augmentation, noisy.low_res
-        return lambda seen, time: parts.model.predict(weights, seen, time, *inputs)
+        return lambda seen, time: parts.model.predict(weights, seen, time, *noisy.conditions)
 
     def teacher(seen: Images, time: Times) -> Output:
-        inputs = None, None, noisy.augmentation, noisy.low_res
-        return parts.model.predict(state.teacher, seen, time, *inputs)
+        free = noisy._replace(labels=None, dropout_keys=None)
+        return parts.model.predict(state.teacher, seen, time, *free.conditions)
 
     with jax.named_scope('forward'):
         losses = consistency_losses(

@@ -118,24 +118,10 @@ def loss_fn(
         )
         draw = noisy.draw
     with jax.named_scope('forward'):
-        output = parts.model.predict(
-            params,
-            noisy.model_input,
-            noisy.time,
-            noisy.labels,
-            noisy.dropout_keys,
-            noisy.augmentation,
-            noisy.low_res,
-        )
-        losses = per_sample_loss(
-            parts.diffusion,
-            output,
-            noisy.x0,
-            noisy.xt,
-            noisy.time,
-            noisy.noise,
-            bits=parts.config.data.bits,
-        )
+        output = parts.model.predict(params, noisy.model_input, noisy.time, *noisy.conditions)
+        targets = noisy.x0, noisy.xt, noisy.time, noisy.noise
+        bits = parts.config.data.bits
+        losses = per_sample_loss(parts.diffusion, output, *targets, bits=bits)
         if parts.uniform:
             loss = jnp.mean(losses)
             return loss * scale, (loss, None)
