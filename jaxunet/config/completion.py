@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jaxunet.config import recipes
-from jaxunet.config.schema import FACTS
+from jaxunet.config.schema import Config, by_path
 
 SHELLS = ('bash', 'zsh')
 # Bash splits words at "=", zsh does not. Where a word is nothing of this, the shell offers files.
@@ -48,5 +48,4 @@ def script(shell: str, commands: Iterable[str]) -> str:
 
 def fields() -> list[str]:
     """Returns the paths of all fields, such as data.path."""
-    sections = {path.partition('.')[0] for path in FACTS if '.' in path}
-    return [path for path in FACTS if path not in sections]
+    return list(by_path(Config()))
