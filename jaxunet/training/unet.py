@@ -82,16 +82,4 @@ class UNetSubject(Subject):
 
     def open_outputs(self, begin: StartingPoint, bar: tqdm, caller: Caller) -> UNetOutputs:
         """Opens the outputs of a run; lines for the user go above the bar."""
-        return UNetOutputs(
-            self.config,
-            self.workdir,
-            self.source,
-            begin.step,
-            rollbacks=begin.facts.rollbacks,
-            devices=self.session.parallel.local_devices,
-            teacher=begin.state().teacher if self.config.diffusion.folds_guidance else (),
-            evaluator=self._evaluator,
-            bar=bar,
-            keep_on=lambda: not caller.requested,
-            logged=caller.logged,
-        )
+        return UNetOutputs(self, self._evaluator, begin, bar, caller)
