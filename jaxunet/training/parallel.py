@@ -21,7 +21,7 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
@@ -245,10 +245,6 @@ class Parallel:
         """
         return jax.tree.map(lambda x: x.addressable_shards[0].data, tree)
 
-    def put_batch(self, batch: dict[str, np.ndarray]) -> Data:
-        """Splits this process's rows of a streamed batch over its devices."""
-        return self.put_batches([batch])
-
     def put_batches(self, batches: Sequence[dict[str, np.ndarray]]) -> Data:
         """Splits this process's rows of the streamed batches of a call over its devices.
 
@@ -276,8 +272,9 @@ class Parallel:
 
     @functools.cached_property
     def _stop(self) -> dict[bool, Array]:
+        count = len(self.local_devices)
         return {
-            stop: self.put_batch({STOP: np.full(len(self.local_devices), stop, np.int32)})[STOP]
+            stop: self.put_batches([{STOP: np.full(count, stop, np.int32)}])[STOP]
             for stop in (False, True)
         }
 
@@ -387,13 +384,17 @@ class Parallel:
 
     def _local_batch(self, state: TrainState, data: Data) -> Batch:
         """Returns this device's share of the batch, with each sample's row in the global batch."""
-        size = self.config.data.batch_size
-        share = size // len(self.devices)
-        row = jax.lax.axis_index(AXIS).astype(jnp.int32) * share + jnp.arange(
-            share, dtype=jnp.int32
-        )
-        if 'image' in data:
-            return {'image': data['image'], 'label': data['label'], 'row': row}
-        with jax.named_scope('data'):
-            index = batch_indices(state.step, size, data['images'].shape[0], self.config.seed)[row]
-            return {'image': data['images'][index], 'label': data['labels'][index], 'row': row}
+        share = self.config.data.batch_size // len(self.devices)
+        first = jax.lax.axis_index(AXIS).astype(jnp.int32) * share
+        row = first + jnp.arange(share, dtype=jnp.int32)
+        return batch_of(self.config, state.step, data, row)
+
+
+def batch_of(config: Config, step: Int[Array, ''], data: Data, row: Int[Array, ' rows']) -> Batch:
+    """Returns these rows of the batch of a step, which are all that a streamed batch has."""
+    if 'image' in data:
+        return {'image': data['image'], 'label': data['label'], 'row': row}
+    with jax.named_scope('data'):
+        size, images = config.data.batch_size, data['images']
+        index = batch_indices(step, size, images.shape[0], config.seed)[row]
+        return {'image': images[index], 'label': data['labels'][index], 'row': row}
