@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from absl import logging
 from jaxtyping import Array, Float
 
-from jaxunet.checkpoint.optimizer import make_optimizer
 from jaxunet.checkpoint.state import TrainState, fresh_state, state_before_training
 from jaxunet.config import Config
 from jaxunet.data.source import Source
@@ -109,9 +108,7 @@ def draw_state(config: Config) -> TrainState:
     image = jnp.zeros((1, *config.image_shape), jnp.float32)
     network = make_network(config)
     params = network.init(init_key, image, jnp.zeros((1,), jnp.int32))['params']
-    state = state_before_training(
-        config, make_optimizer(config), params, jax.random.key_data(run_key)
-    )
+    state = state_before_training(config, params, jax.random.key_data(run_key))
     return dataclasses.replace(state, ema={})
 
 
