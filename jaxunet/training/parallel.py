@@ -167,22 +167,21 @@ class Parallel:
     def replicate(self, tree: Tree) -> Tree:
         """Copies host or device arrays to every device; splits a `TrainState` if `shards_state`."""
 
+        count = len(self.devices)
+
+        def placed(value: np.ndarray, sharding: NamedSharding) -> Array:
+            return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
         def put(x: np.ndarray | Array | Sharded) -> Array | Sharded:
             if isinstance(x, Sharded):
-                parts = as_parts(np.asarray(x.part), len(self.devices))
-                parts = parts if self.pmap else parts.reshape(-1)
-                split = jax.make_array_from_callback(
-                    parts.shape, self._split, lambda index: parts[index]
+                parts = as_parts(np.asarray(x.part), count)
+                return Sharded(
+                    placed(parts if self.pmap else parts.reshape(-1), self._split), x.shape
                 )
-                return Sharded(split, x.shape)
             value = np.asarray(x)
             if self.pmap:
-                return jax.make_array_from_callback(
-                    (len(self.devices), *value.shape), self._split, lambda _: value[None]
-                )
-            return jax.make_array_from_callback(
-                value.shape, self._whole, lambda index: value[index]
-            )
+                return placed(np.broadcast_to(value, (count, *value.shape)), self._split)
+            return placed(value, self._whole)
 
         return jax.tree.map(put, self._marked(tree), is_leaf=is_sharded)
 
