@@ -155,7 +155,6 @@ class UNetOutputs(Outputs):
             self._measured[step] = held_out.measure(params)
 
     def show(self, step: int, due: Due, weights: Params, training_seconds: float) -> None:
-        """Draws and measures the samples that are due after this step."""
         if due.samples:
             self.sample(step, weights)
         if due.metrics:
