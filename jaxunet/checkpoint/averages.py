@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -74,7 +75,9 @@ def width_of(config: Config, ema: str) -> float | None:
       UserError: `ema` is none of these, or a width although the run has no `ema.widths`.
     """
     rates = [str(rate) for rate in config.ema.rates]
-    number = _number(ema)
+    number: float | None = None
+    with contextlib.suppress(ValueError):
+        number = float(ema)
     if ema in ('', 'none') or str(number) in rates:
         return None
     expected = f'one of {", ".join(rates)} or none'
@@ -196,13 +199,6 @@ def _sum(
     for tree in at_hand.values():
         add(jax.tree.leaves(tree), 'the checkpoint')
     return totals
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _listed(at_hand: dict[float, Params]) -> str:

@@ -38,14 +38,9 @@ def script(shell: str, commands: Iterable[str]) -> str:
     for name, words in (
         ('COMMANDS', commands),
         ('RECIPES', recipes.names()),
-        ('FIELDS', fields()),
+        ('FIELDS', by_path(Config())),  # their paths, such as data.path
     ):
         text = text.replace(f"'{name}'", f"'{' '.join(words)}'")
     if shell == 'bash':
         return text
     return ZSH + text.replace('complete -o', 'complete -o nospace -o')  # it has no compopt
-
-
-def fields() -> list[str]:
-    """Returns the paths of all fields, such as data.path."""
-    return list(by_path(Config()))
