@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt
 
 from jaxunet.config import Config
-from jaxunet.diffusion.process import Diffusion, Times, draw_times, network_input, q_sample
+from jaxunet.diffusion.process import Diffusion, Images, Times, draw_times, network_input, q_sample
 from jaxunet.diffusion.timesteps import Draw, State, TimestepSampler
 from jaxunet.model.low_res import images_of, low_res_of
 from jaxunet.training.augmentation import augment
@@ -24,7 +24,6 @@ from jaxunet.training.augmentation import augment
 # by the channels of the pictures (`Config.loaded_shape`); label: int32 (batch,), -1 for none;
 # row: int32 (batch,), each sample's row in the global batch.
 Batch = dict[str, Array]
-Images = Float[Array, 'batch height width channels']
 
 
 class Keys(NamedTuple):

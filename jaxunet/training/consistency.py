@@ -41,6 +41,7 @@ from jaxunet.diffusion.process import (
     Diffusion,
     Images,
     Output,
+    PerSample,
     Times,
     network_input,
     predict_x0_and_noise,
@@ -49,11 +50,11 @@ from jaxunet.diffusion.process import (
 )
 from jaxunet.model.unet import Params
 from jaxunet.training.batch import Batch, Keys, noise_batch
-from jaxunet.training.gradients import Scalar, StepParts
+from jaxunet.training.gradients import StepParts
+from jaxunet.training.update import Scalar
 
 K = 8  # of n(t) = 1 + K/(1 + e^t)
 
-PerSample = Float[Array, ' batch']
 Network = Callable[[Images, Times], Output]  # (network's input, time) -> the network's output
 
 

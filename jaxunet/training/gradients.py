@@ -29,9 +29,8 @@ from jaxunet.ops.adamw.packed import Join
 from jaxunet.training.all_reduce import cast
 from jaxunet.training.batch import Batch, Keys, noise_batch
 from jaxunet.training.sharded import any_sharded, gathered, parts_of
-from jaxunet.training.update import Update
+from jaxunet.training.update import Scalar, Update
 
-Scalar = Float[Array, '']
 Narrow = Callable[[list[Array]], Sequence[Array]]
 LossFn = Callable[..., tuple[Array, tuple[Array, object]]]  # arguments and results of `loss_fn`
 GradientFn = Callable[..., Any]

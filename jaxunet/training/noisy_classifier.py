@@ -15,7 +15,6 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from absl import logging
-from jaxtyping import Array, Float
 
 from jaxunet.checkpoint.state import TrainState, fresh_state, state_before_training
 from jaxunet.config import Config
@@ -29,6 +28,7 @@ from jaxunet.runtime.remote import on_disk
 from jaxunet.training.batch import Batch, Keys, noise_batch
 from jaxunet.training.gradients import LossFn, StepParts
 from jaxunet.training.session import Session
+from jaxunet.training.update import Scalar
 from jaxunet.weights import read_classifier
 from jaxunet.weights.fields import check_reusable
 from jaxunet.weights.guided_diffusion import FIXED
@@ -36,7 +36,6 @@ from jaxunet.weights.names import Path, flatten, unflatten
 from jaxunet.weights.noisy_classifier import HEAD_CHANNELS
 
 FILE = 'classifier.pt'  # of the weights in a run's workdir
-Scalar = Float[Array, '']
 # Values that all of guided-diffusion's classifiers have, and options that this training lacks.
 NEEDED: dict[str, object] = {
     **FIXED,
