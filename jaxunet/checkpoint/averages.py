@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -43,7 +44,8 @@ def pick_weights(restored: Restored, ema: str) -> Picked:
 def pick_several(restored: Restored, averages: Sequence[str]) -> list[Picked]:
     """Returns several sets of weights of a checkpoint.
 
-    Widths that the checkpoint lacks are computed from the snapshots of its run.
+    The checkpoint has the averages of `ema.widths`; other widths are computed from the snapshots of
+    its run.
 
     Args:
       averages: each is a rate of the run, a width, '' for the run's first rate, or 'none' for the
@@ -52,18 +54,27 @@ def pick_several(restored: Restored, averages: Sequence[str]) -> list[Picked]:
     Raises:
       UserError: the run does not have an average.
     """
+    state, names = restored.state, restored.config.ema.width_names
+    at_hand = {width: state.ema[name] for name, width in names.items()}
+    by_width = {
+        width: Picked(params, f'the average of width {width}, as trained')
+        for width, params in at_hand.items()
+    }
     widths = [width_of(restored.config, ema) for ema in averages]
-    wanted = list(dict.fromkeys(width for width in widths if width is not None))
-    by_width = _weights_of_widths(restored, wanted)
+    missing = [
+        width for width in dict.fromkeys(widths) if width is not None and width not in at_hand
+    ]
+    if missing:
+        by_width |= _combined(restored, at_hand, missing)
     picked = []
     for ema, width in zip(averages, widths, strict=True):
         if width is not None:
             picked.append(by_width[width])
         elif ema == 'none':
-            picked.append(Picked(restored.state.params, 'the parameters without averaging'))
+            picked.append(Picked(state.params, 'the parameters without averaging'))
         else:
             rate = str(float(ema)) if ema else str(restored.config.ema.rates[0])
-            picked.append(Picked(restored.state.ema[rate], f'the average with rate {rate}'))
+            picked.append(Picked(state.ema[rate], f'the average with rate {rate}'))
     return picked
 
 
@@ -74,7 +85,9 @@ def width_of(config: Config, ema: str) -> float | None:
       UserError: `ema` is none of these, or a width although the run has no `ema.widths`.
     """
     rates = [str(rate) for rate in config.ema.rates]
-    number = _number(ema)
+    number: float | None = None
+    with contextlib.suppress(ValueError):
+        number = float(ema)
     if ema in ('', 'none') or str(number) in rates:
         return None
     expected = f'one of {", ".join(rates)} or none'
@@ -90,34 +103,20 @@ def width_of(config: Config, ema: str) -> float | None:
     return number
 
 
-def _weights_of_widths(restored: Restored, widths: Sequence[float]) -> dict[float, Picked]:
-    """Returns the power-function averages of these widths at the checkpoint, by width.
-
-    The checkpoint itself has the averages of `ema.widths`. Other widths are combined from these and
-    from the snapshots up to its step; see `jaxunet.checkpoint.power_average`.
-
-    Raises:
-      UserError: a snapshot is damaged, or the averages do not allow a width.
-    """
-    state, names = restored.state, restored.config.ema.width_names
-    at_hand = {width: state.ema[name] for name, width in names.items()}
-    missing = [width for width in widths if width not in at_hand]
-    combined = _combined(restored, at_hand, missing) if missing else {}
-    kept = {
-        width: Picked(params, f'the average of width {width}, as trained')
-        for width, params in at_hand.items()
-    }
-    return kept | combined
-
-
 def _combined(
     restored: Restored, at_hand: dict[float, Params], widths: Sequence[float]
 ) -> dict[float, Picked]:
     """Returns averages that the checkpoint does not hold, by width.
 
+    They are combined from those that it holds and from the snapshots up to its step; see
+    `jaxunet.checkpoint.power_average`.
+
     Args:
       at_hand: the averages that the checkpoint holds, by width, in float32.
       widths: the widths to compute.
+
+    Raises:
+      UserError: a snapshot is damaged, or the averages do not allow a width.
     """
     state = restored.state
     step, updates = int(state.step), int(state.step) - int(state.skipped)
@@ -196,13 +195,6 @@ def _sum(
     for tree in at_hand.values():
         add(jax.tree.leaves(tree), 'the checkpoint')
     return totals
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _listed(at_hand: dict[float, Params]) -> str:

@@ -112,18 +112,18 @@ class _Work:
             self._fresh = flatten(fresh_state(self.ours).params)
         return np.array(self._fresh[path])
 
-    def start_fresh(self, layer: str) -> None:
-        """Replaces a convolution by a fresh one."""
-        for leaf in ('kernel', 'bias'):
-            self.leaves[layer, leaf] = self.fresh((layer, leaf))
-            self.fresh_count += self.leaves[layer, leaf].size
+    def start_fresh(self, *paths: Path) -> None:
+        """Adds leaves of a fresh network, or replaces those that are there."""
+        for path in paths:
+            self.leaves[path] = self.fresh(path)
+            self.fresh_count += self.leaves[path].size
 
     def convolutions(self) -> None:
         """Adapts the outer convolutions to the image channels and the learned variance."""
         there, here = self.theirs.model.image_channels, self.ours.model.image_channels
         if there != here:
             for layer, which in ((CONV_IN, 'first'), (CONV_OUT, 'last')):
-                self.start_fresh(layer)
+                self.start_fresh((layer, 'kernel'), (layer, 'bias'))
                 self.report.append(
                     f'fresh: {layer}, the {which} convolution: {there} image channels there, '
                     f'{here} here'
@@ -150,8 +150,7 @@ class _Work:
         """Adds, leaves out or turns the layer of data.augment=edm, which only such runs have."""
         had, has = AUGMENTATION_LAYER in self.leaves, self.ours.augmentation_inputs > 0
         if has and not had:
-            self.leaves[AUGMENTATION_LAYER] = self.fresh(AUGMENTATION_LAYER)
-            self.fresh_count += self.leaves[AUGMENTATION_LAYER].size
+            self.start_fresh(AUGMENTATION_LAYER)
             self.report.append(f'fresh: {AUGMENTATION}, the layer of data.augment=edm')
         elif had and not has:
             del self.leaves[AUGMENTATION_LAYER]
@@ -176,8 +175,10 @@ class _Work:
         there, here = self.theirs.model.num_classes, self.ours.model.num_classes
         table, bias = self.leaves.pop(LABELS, None), self.leaves.pop(LABEL_BIAS, None)
         if here and self.ours.model.label_position == 'input':
-            self.leaves[LABEL_BIAS] = self.fresh(LABEL_BIAS) if bias is None else bias
-            self.fresh_count += self.leaves[LABEL_BIAS].size if bias is None else 0
+            if bias is None:
+                self.start_fresh(LABEL_BIAS)
+            else:
+                self.leaves[LABEL_BIAS] = bias
         if here == 0:
             if table is not None:
                 self.report.append(
@@ -196,8 +197,7 @@ class _Work:
             self._fresh_labels(f'{there} classes there, without names for both sides')
 
     def _fresh_labels(self, reason: str) -> None:
-        self.leaves[LABELS] = self.fresh(LABELS)
-        self.fresh_count += self.leaves[LABELS].size
+        self.start_fresh(LABELS)
         here = self.ours.model.num_classes
         self.report.append(f'fresh: the label table: {reason}, {here} classes here')
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from jaxunet.config import CHOICES, Config, cli, resolve
+from jaxunet.config import CHOICES, cli, resolve
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.inference import OBJECTIVES
 from jaxunet.weights.presets import PRESETS
@@ -42,7 +42,8 @@ class ModelFlags(NamedTuple):
                 stated[name] = parse_size(name, stated[name])
         order = self.order.value
         if self.preset.value is None:
-            return stated | {'config': self.given_config(), 'new_attention_order': order}
+            config = resolve(self.config.value) if self.config.value is not None else None
+            return stated | {'config': config, 'new_attention_order': order}
         others = [*(['config'] if self.config.value is not None else []), *stated]
         others += ['new_attention_order'] if order is not None else []
         if others:
@@ -53,10 +54,6 @@ class ModelFlags(NamedTuple):
             )
         preset = PRESETS[self.preset.value]
         return {'config': preset.config(), 'new_attention_order': preset.new_attention_order}
-
-    def given_config(self) -> Config | None:
-        """Returns the config of `--config`; None without the flag."""
-        return resolve(self.config.value) if self.config.value is not None else None
 
 
 def define(config_help: str, *, image_size_help: str = '') -> ModelFlags:

@@ -9,6 +9,7 @@ from typing import TypeVar
 from jaxunet.checkpoint.folders import FOLDER, LISTINGS, find, saved_steps
 from jaxunet.checkpoint.meta import RunFacts, read_meta
 from jaxunet.config import Config, resolve
+from jaxunet.config.schema import Fields
 from jaxunet.runtime.errors import UserError
 from jaxunet.weights.files import stated_config_of
 
@@ -21,42 +22,36 @@ def newest_config(workdir: pathlib.Path) -> Config | None:
     Reads the file itself: orbax would start JAX, which the processes of a run must not do before
     they have joined.
     """
-    return _newest(workdir, _config_of)
+    return _newest(workdir, _config)
 
 
 def newest_classes(workdir: pathlib.Path) -> tuple[str, ...]:
     """Returns the names of the classes in the newest checkpoint that can be read; () if none."""
-    return _newest(workdir, _classes_of) or ()
+    return _newest(workdir, lambda meta: RunFacts.of(meta).class_names) or ()
 
 
-def _newest(
-    workdir: pathlib.Path, read: Callable[[pathlib.Path, int], Content | None]
-) -> Content | None:
-    """Returns what `read` finds in the newest checkpoint that it can read; None if in none."""
+def _newest(workdir: pathlib.Path, find: Callable[[Fields], Content]) -> Content | None:
+    """Returns what `find` returns for the newest checkpoint that can be read; None if none can."""
     for _ in range(LISTINGS):
         steps = saved_steps(workdir)
         for step in steps:
-            if (content := read(workdir, step)) is not None:
+            if (content := _content(workdir, step, find)) is not None:
                 return content
         if saved_steps(workdir) == steps:  # otherwise a run has removed some meanwhile
             break
     return None
 
 
-def _classes_of(workdir: pathlib.Path, step: int) -> tuple[str, ...] | None:
-    """Returns the names of the classes in one checkpoint; None if it cannot be read."""
+def _content(workdir: pathlib.Path, step: int, find: Callable[[Fields], Content]) -> Content | None:
+    """Returns what `find` returns for the metadata of a checkpoint; None if it cannot be read."""
     try:
-        return RunFacts.of(read_meta(workdir / FOLDER / str(step))).class_names
-    except (ValueError, TypeError, KeyError, UserError):
-        return None
-
-
-def _config_of(workdir: pathlib.Path, step: int) -> Config | None:
-    """Returns the config in one checkpoint; None if it cannot be read."""
-    try:
-        return resolve(read_meta(workdir / FOLDER / str(step))['config'])
+        return find(read_meta(workdir / FOLDER / str(step)))
     except (ValueError, TypeError, KeyError, UserError):
         return None  # damaged; `Checkpoints.restore` reports it
+
+
+def _config(meta: Fields) -> Config:
+    return resolve(meta['config'])
 
 
 def config_at(init_from: object) -> Config | None:
@@ -78,4 +73,4 @@ def config_at(init_from: object) -> Config | None:
         except UserError:
             return None  # `load_initial` reports it
     workdir, step = place
-    return newest_config(workdir) if step is None else _config_of(workdir, step)
+    return newest_config(workdir) if step is None else _content(workdir, step, _config)

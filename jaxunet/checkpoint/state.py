@@ -106,9 +106,7 @@ def start_loss_scale(config: Config) -> LossScale:
     return LossScale(jnp.asarray(scale, jnp.float32), jnp.zeros((), jnp.int32))
 
 
-def state_before_training(
-    config: Config, optimizer: optax.GradientTransformation, params: Params, rng: Array
-) -> TrainState:
+def state_before_training(config: Config, params: Params, rng: Array) -> TrainState:
     """Returns the state before step 0 with these weights and this key data; to be traced by JAX."""
     zero = jnp.zeros((), jnp.int32)
     weighting, timesteps = start_methods(config)
@@ -119,7 +117,7 @@ def state_before_training(
             name: jax.tree.map(jnp.copy, params)
             for name in (*map(str, config.ema.rates), *config.ema.width_names)
         },
-        opt_state=optimizer.init(params),
+        opt_state=make_optimizer(config).init(params),
         loss_scale=start_loss_scale(config),
         rng=rng,
         bad_steps=zero,
@@ -205,9 +203,7 @@ def draw_state(config: Config) -> TrainState:
     model = build_unet(config)
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
     params = init_params(model, config, init_key)
-    return state_before_training(
-        config, make_optimizer(config), params, jax.random.key_data(run_key)
-    )
+    return state_before_training(config, params, jax.random.key_data(run_key))
 
 
 @fixed_jax_settings()
@@ -222,9 +218,8 @@ def state_from_weights(
 
     Returns numpy arrays.
     """
-    optimizer = make_optimizer(config)
     rng = jax.random.key_data(jax.random.split(jax.random.key(config.seed))[1])
-    state = state_before_training(config, optimizer, jax.tree.map(jnp.asarray, params), rng)
+    state = state_before_training(config, jax.tree.map(jnp.asarray, params), rng)
     if moments is not None:
         state = dataclasses.replace(
             state, opt_state=set_moments(state.opt_state, *jax.tree.map(jnp.asarray, moments))

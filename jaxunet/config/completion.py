@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jaxunet.config import recipes
-from jaxunet.config.schema import FACTS
+from jaxunet.config.schema import Config, by_path
 
 SHELLS = ('bash', 'zsh')
 # Bash splits words at "=", zsh does not. Where a word is nothing of this, the shell offers files.
@@ -38,15 +38,9 @@ def script(shell: str, commands: Iterable[str]) -> str:
     for name, words in (
         ('COMMANDS', commands),
         ('RECIPES', recipes.names()),
-        ('FIELDS', fields()),
+        ('FIELDS', by_path(Config())),  # their paths, such as data.path
     ):
         text = text.replace(f"'{name}'", f"'{' '.join(words)}'")
     if shell == 'bash':
         return text
     return ZSH + text.replace('complete -o', 'complete -o nospace -o')  # it has no compopt
-
-
-def fields() -> list[str]:
-    """Returns the paths of all fields, such as data.path."""
-    sections = {path.partition('.')[0] for path in FACTS if '.' in path}
-    return [path for path in FACTS if path not in sections]

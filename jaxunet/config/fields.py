@@ -29,6 +29,7 @@ POSITIVE = Range('more than 0', lambda v: 0 < v < math.inf)
 NOT_NEGATIVE = Range('0 or more', lambda v: 0 <= v < math.inf)
 FRACTION = Range('at least 0 and less than 1', lambda v: 0 <= v < 1)
 UNIT = Range('0 to 1', lambda v: 0 <= v <= 1)
+UP_TO_ONE = Range('more than 0 and at most 1', lambda v: 0 < v <= 1)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from jaxunet.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, UNIT, Range, option
+from jaxunet.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, UNIT, UP_TO_ONE, Range, option
 from jaxunet.runtime import dropout_rate
 
 FROM_ONE = Range('1 or more', lambda v: v >= 1)
-UP_TO_ONE = Range('more than 0 and at most 1', lambda v: 0 < v <= 1)
 
 
 @dataclass(frozen=True)

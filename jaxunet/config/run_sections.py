@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxunet.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, UNIT, Range, option
+from jaxunet.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, UNIT, UP_TO_ONE, Range, option
 
 NAMES = ('ddpm', 'ddim', 'dpmpp_2m', 'unipc', 'heun', 'consistency')  # of samplers
 SUITS = -1  # evaluation.steps: the number that suits the sampler
@@ -55,9 +55,7 @@ class DataConfig:
     # streams the images.
     crop: str = option('center', choices=('center', 'random'), since='0.2.0')
     # crop=random: sides of the smallest part, as a share of the largest
-    crop_least: float = option(
-        0.8, Range('more than 0 and at most 1', lambda v: 0 < v <= 1), since='0.2.0'
-    )
+    crop_least: float = option(0.8, UP_TO_ONE, since='0.2.0')
     # none | flip: random horizontal flip | edm: random geometry, which the network gets as an
     # input, so that samples do not show it (`jaxunet.training.augmentation`).
     augment: str = option('none', choices=('none', 'flip', 'edm'))

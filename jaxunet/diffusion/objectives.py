@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import ndtr
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxunet.diffusion.process import (
     Diffusion,
     Factor,
     Images,
     Output,
+    PerSample,
     Steps,
     Times,
     model_log_variance,
@@ -28,8 +29,6 @@ from jaxunet.diffusion.process import (
     split_output,
     target_factors,
 )
-
-PerSample = Float[Array, ' batch']
 
 
 def prediction_target(diffusion: Diffusion, x0: Images, time: Times, noise: Images) -> Images:

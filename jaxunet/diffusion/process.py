@@ -43,6 +43,7 @@ Images = Float[Array, 'batch height width channels']
 Output = Float[Array, 'batch height width outputs']
 Steps = Int[Array, ' batch']
 Times = Real[Array, ' batch']  # timesteps, or real times
+PerSample = Float[Array, ' batch']
 Factor = Float[Array, 'batch 1 1 1']  # broadcasts to images
 Table = Float32[np.ndarray, ' steps']
 

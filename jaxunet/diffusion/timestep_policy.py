@@ -40,6 +40,9 @@ from jaxunet.config import Config
 from jaxunet.diffusion.objectives import gaussian_kl
 from jaxunet.diffusion.process import (
     Diffusion,
+    Images,
+    PerSample,
+    Steps,
     learned_log_variance,
     posterior,
     predict_x0_and_noise,
@@ -48,9 +51,6 @@ from jaxunet.diffusion.process import (
 )
 
 Params: TypeAlias = PyTree  # of parameters, of the UNet or of the policy network
-PerSample = Float[Array, ' batch']
-Steps = Int[Array, ' batch']
-Images = Float[Array, 'batch height width channels']
 # The UNet: (parameters, x_0, x_t, t, labels) -> output. Only super-resolution needs x_0.
 Predict = Callable[[Params, Images, Images, Steps, Array | None], Array]
 CLIP_NORM = 1.0  # maximum global norm of the policy's gradient

@@ -46,12 +46,10 @@ from jaxunet.diffusion.information_rate import (
     make_levels,
     start,
 )
-from jaxunet.diffusion.process import Diffusion
+from jaxunet.diffusion.process import Diffusion, PerSample, Steps
 from jaxunet.diffusion.timestep_policy import Measure, draw_from_policy, init_policy, measure_policy
 from jaxunet.runtime.errors import UserError
 
-Steps = Int[Array, ' batch']
-PerSample = Float[Array, ' batch']
 Probabilities = Float[Array, ' steps']
 State: TypeAlias = PyTree  # () for a fixed distribution
 

@@ -40,16 +40,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Float32, Float64, Int, PyTree
+from jaxtyping import Array, Float, Float32, Float64, PyTree
 
 from jaxunet.config import LossConfig
 from jaxunet.config.schema import FACTS
-from jaxunet.diffusion.process import Diffusion
+from jaxunet.diffusion.process import Diffusion, PerSample, Steps
 from jaxunet.runtime.errors import UserError
 
 Table = Float[Array, ' steps']
-Steps = Int[Array, ' batch']
-PerSample = Float[Array, ' batch']
 State: TypeAlias = PyTree  # () for a fixed table
 
 

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -40,23 +39,6 @@ LABEL_EMBEDDING = 'label_embed'
 FREQUENCIES = f'{TIME_EMBEDDING}fourier'  # the constants of time_embedding=fourier
 FREQUENCY_SCALE = 16.0  # standard deviation of theirs (NCSN++)
 AUGMENTATION = f'{TIME_EMBEDDING}augmentation'  # the layer of `augmentation_inputs`
-
-
-class Layers(NamedTuple):
-    """Builds and applies the blocks of one call of a UNet, by their names.
-
-    Fields:
-      res: a residual block.
-      attend: an attention block, given its name, its input and the number of heads.
-      resample: the change of resolution after a level, 'down' or 'up'.
-      add: adds to the result of the 'down' after a level a convolution of an activation of twice
-        its resolution.
-    """
-
-    res: Callable[..., WithInput[Activation]]
-    attend: Callable[[str, Activation, int], Activation]
-    resample: Callable[[str, Activation, int], Activation]
-    add: Callable[[Activation, Activation, int], Activation]
 
 
 class FourierEmbedding(nn.Module):
@@ -210,23 +192,6 @@ class Encoder(Block):
             for name, block in blocks.items()
         }
 
-    def _resample(
-        self,
-        res: Callable[..., WithInput[Activation]],
-        h: Activation,
-        direction: str,
-        level: int,
-    ) -> Activation:
-        name = f'{direction}_{level}_resample'
-        if self.model.resblock_updown:
-            return res(name, h, features=h.channels, resample=direction).result
-        if self.model.conv_resample:
-            return Resample(
-                model=self.model, ops=self.ops, dtype=self.dtype, direction=direction, name=name
-            )(h)
-        change = halved if direction == 'down' else doubled
-        return Activation.of(change(h.value, self.model.resample_filter))
-
 
 def with_copies(params: PyTree, copies: Copies) -> PyTree:
     """Returns the parameters; those that have a copy are replaced by it."""
@@ -237,44 +202,61 @@ def with_copies(params: PyTree, copies: Copies) -> PyTree:
     return jax.tree.unflatten(structure, chosen)
 
 
-# Functions, not methods: Flax would add a method's name to the names of the ops in a profile.
+class Layers:
+    """Builds and applies the blocks of one call of a network, by their names.
 
-
-def make_layers(
-    network: Encoder,
-    embedding: Float[Array, 'batch width'],
-    dropout_keys: Key[Array, ' batch'] | None,
-) -> Layers:
-    """Returns the builders of the blocks of one call of a network.
+    Not a part of the module: Flax would add a method's name to the names of the ops in a profile.
 
     Args:
       embedding: embedding of time and class.
       dropout_keys: one key per sample; None = no dropout. Not used if `model.dropout` is 0.
     """
-    seeds = None
-    if dropout_keys is not None and network.model.dropout > 0:
-        seeds = dropout_seeds(dropout_keys)
-    # Not at initialization, which computes no gradients.
-    remats = network.model.remat and not network.is_initializing()
-    remat = nn.remat if remats else lambda block: block
-    fields: dict[str, Any] = {'model': network.model, 'ops': network.ops, 'dtype': network.dtype}
-    res_block = functools.partial(remat(ResBlock), **fields)
-    projected = network._project(embedding)
-    attention = functools.partial(remat(AttentionBlock), **fields)
 
-    def res(name: str, x: Activation, **options: int | bool | str) -> WithInput[Activation]:
-        return res_block(name=name, **options)(x, embedding, seeds, projected.get(name))
+    def __init__(
+        self,
+        network: Encoder,
+        embedding: Float[Array, 'batch width'],
+        dropout_keys: Key[Array, ' batch'] | None,
+    ) -> None:
+        self._model, self._embedding, self._seeds = network.model, embedding, None
+        if dropout_keys is not None and network.model.dropout > 0:
+            self._seeds = dropout_seeds(dropout_keys)
+        self._projected = network._project(embedding)
+        # Not at initialization, which computes no gradients.
+        remats = network.model.remat and not network.is_initializing()
+        remat = nn.remat if remats else lambda block: block
+        self._res_block, self._attention_block = remat(ResBlock), remat(AttentionBlock)
+        self._fields: dict[str, Any] = {
+            'model': network.model,
+            'ops': network.ops,
+            'dtype': network.dtype,
+        }
 
-    def attend(name: str, h: Activation, num_heads: int) -> Activation:
-        return attention(num_heads=num_heads, name=name)(h)
+    def res(self, name: str, x: Activation, **options: Any) -> WithInput[Activation]:
+        """Applies a residual block with these fields."""
+        block = self._res_block(name=name, **options, **self._fields)
+        return block(x, self._embedding, self._seeds, self._projected.get(name))
 
-    def resample(direction: str, h: Activation, level: int) -> Activation:
-        return network._resample(res, h, direction, level)
+    def attend(self, name: str, x: Activation, num_heads: int) -> Activation:
+        """Applies an attention block."""
+        return self._attention_block(name=name, num_heads=num_heads, **self._fields)(x)
 
-    def add(h: Activation, x: Activation, level: int) -> Activation:
-        return ResidualEncoding(name=f'down_{level}_residual', **fields)(h, x)
+    def resample(self, direction: str, x: Activation, level: int) -> Activation:
+        """Changes the resolution after a level, 'down' or 'up'."""
+        name = f'{direction}_{level}_resample'
+        if self._model.resblock_updown:
+            return self.res(name, x, features=x.channels, resample=direction).result
+        if self._model.conv_resample:
+            return Resample(name=name, direction=direction, **self._fields)(x)
+        change = halved if direction == 'down' else doubled
+        return Activation.of(change(x.value, self._model.resample_filter))
 
-    return Layers(res, attend, resample, add)
+    def add(self, h: Activation, x: Activation, level: int) -> Activation:
+        """Adds a convolution of x, of twice the resolution, to the result of the 'down'."""
+        return ResidualEncoding(name=f'down_{level}_residual', **self._fields)(h, x)
+
+
+# A function, not a method, for the same reason.
 
 
 def encode(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree, Real
 
 from jaxunet.config import Config
 from jaxunet.model.blocks import Block, parameter
-from jaxunet.model.encoder import Encoder, encode, make_layers
+from jaxunet.model.encoder import Encoder, Layers, encode
 from jaxunet.ops.references import XLA
 from jaxunet.ops.vocabulary import Ops
 
@@ -63,7 +63,7 @@ class NoisyClassifier(Encoder):
           x: noisy images, `side` pixels high and wide.
           t: timesteps in [0, T).
         """
-        layers = make_layers(self, self._embed(t, None, None), None)
+        layers = Layers(self, self._embed(t, None, None), None)
         h, _ = encode(self, layers, x)
         active = self.ops.group_norm(h, self.norm('norm_out', h.channels), silu=True)
         lowest = self.side >> (len(self.channels) - 1)

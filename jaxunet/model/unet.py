@@ -20,12 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree, Real
 
 from jaxunet.config import Config
-from jaxunet.model.encoder import (
-    Encoder,
-    Layers,
-    encode,
-    make_layers,
-)
+from jaxunet.model.encoder import Encoder, Layers, encode
 from jaxunet.model.low_res import enlarged
 from jaxunet.ops.activation import Activation
 from jaxunet.ops.conv3x3.operands import Convolution
@@ -101,7 +96,7 @@ class UNet(Encoder):
             )
         if low_res is not None:
             x = jnp.concatenate([x, enlarged(low_res, x.shape)], axis=-1)
-        layers = make_layers(self, self._embed(t, labels, augmentation), dropout_keys)
+        layers = Layers(self, self._embed(t, labels, augmentation), dropout_keys)
         h, skips = encode(self, layers, x)
         h = _up(self, layers, h, skips)
         norm = self.norm('norm_out', h.channels)

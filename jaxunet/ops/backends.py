@@ -51,6 +51,7 @@ from jaxunet.runtime.plugins import Backend, backend_names, load_backend, unchan
 # `Kernels.overlap`.
 OVERLAP_PIXELS, OVERLAP_PIXELS_OF_SEVERAL = 64 * 64 * 64, 128 * 64 * 64
 UNNAMED = 'auto'  # the default backend, chosen by `_auto`
+_warn_once = functools.cache(logging.warning)  # once for equal arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,18 +251,12 @@ def _auto(precision: str) -> dict[str, str]:
     order = {'cuda': 'CUDA', 'pallas': 'Pallas'} if hopper else {'cuda': 'CUDA'}
     for name, kernels in order.items():
         if missing := _missing(name):
-            _leave_out(kernels, missing)
+            _warn_once('backend=auto: the %s kernels are left out: %s', kernels, missing)
             continue
         # XLA's linear layers multiply in tf32; those of cuda add three such products.
         faster = {'linear': 'xla'} if name == 'cuda' and precision == 'float32' else {}
         return dict.fromkeys(OPS, name) | faster
     return dict.fromkeys(OPS, 'xla')
-
-
-@functools.cache
-def _leave_out(kernels: str, why: str) -> None:
-    """Logs, once, that `auto` does not take some kernels."""
-    logging.warning('backend=auto: the %s kernels are left out: %s', kernels, why)
 
 
 def _runs_portable() -> bool:
@@ -282,15 +277,10 @@ def _major() -> int:
 def _tell_if_newer() -> None:
     """Logs, once, that the kernels were not measured on this GPU, if it is newer than Hopper."""
     if device.family() is device.Target.PORTABLE and _major() > 9:
-        _newer(device.kind(), jax.devices()[0].compute_capability)
-
-
-@functools.cache
-def _newer(kind: str, capability: str) -> None:
-    logging.warning(
-        '%s (compute capability %s) is newer than the GPUs that the kernels were measured on; '
-        'backend=cuda runs the portable ones there, and %s finds the fastest backends',
-        kind,
-        capability,
-        choices.COMMAND,
-    )
+        _warn_once(
+            '%s (compute capability %s) is newer than the GPUs that the kernels were measured on; '
+            'backend=cuda runs the portable ones there, and %s finds the fastest backends',
+            device.kind(),
+            jax.devices()[0].compute_capability,
+            choices.COMMAND,
+        )

@@ -136,22 +136,16 @@ def transform(images: Images, g: Geometry) -> Images:
     """
     height, width = images.shape[1:3]
     # From a pixel of the result back to its place in the image, so in reverse order.
-    back = _product(
+    *factors, back = (
         _scaling(1 - 2 * g.mirror, 1 - 2 * g.flip),
-        _product(
-            _scaling(jnp.exp2(-OCTAVES * g.scale), jnp.exp2(-OCTAVES * g.scale)),
-            _product(
-                _turn(g.rotation),
-                _product(
-                    _turn(-g.direction),
-                    _product(
-                        _scaling(jnp.exp2(-OCTAVES * g.stretch), jnp.exp2(OCTAVES * g.stretch)),
-                        _turn(g.direction),
-                    ),
-                ),
-            ),
-        ),
+        _scaling(jnp.exp2(-OCTAVES * g.scale), jnp.exp2(-OCTAVES * g.scale)),
+        _turn(g.rotation),
+        _turn(-g.direction),
+        _scaling(jnp.exp2(-OCTAVES * g.stretch), jnp.exp2(OCTAVES * g.stretch)),
+        _turn(g.direction),
     )
+    for factor in reversed(factors):
+        back = _product(factor, back)
     middle = [(width - 1) / 2, (height - 1) / 2]
     offset = g.shift * (jnp.asarray([width, height], jnp.float32) * SHIFT)[None]
     x = jnp.arange(width, dtype=jnp.float32)[None, None, :] - middle[0] - offset[:, 0, None, None]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt
 
 from jaxunet.config import Config
-from jaxunet.diffusion.process import Diffusion, Times, draw_times, network_input, q_sample
+from jaxunet.diffusion.process import Diffusion, Images, Times, draw_times, network_input, q_sample
 from jaxunet.diffusion.timesteps import Draw, State, TimestepSampler
 from jaxunet.model.low_res import images_of, low_res_of
 from jaxunet.training.augmentation import augment
@@ -24,7 +24,6 @@ from jaxunet.training.augmentation import augment
 # by the channels of the pictures (`Config.loaded_shape`); label: int32 (batch,), -1 for none;
 # row: int32 (batch,), each sample's row in the global batch.
 Batch = dict[str, Array]
-Images = Float[Array, 'batch height width channels']
 
 
 class Keys(NamedTuple):
@@ -63,6 +62,11 @@ class NoisyBatch(NamedTuple):
     dropout_keys: Key[Array, ' batch'] | None
     augmentation: Float[Array, 'batch inputs'] | None
     low_res: Float[Array, 'batch low_height low_width low_channels'] | None
+
+    @property
+    def conditions(self) -> tuple[Array | None, ...]:
+        """The arguments of `UNet.predict` after the time."""
+        return self.labels, self.dropout_keys, self.augmentation, self.low_res
 
 
 def normalise(
@@ -157,5 +161,5 @@ def noise_batch(
     xt = q_sample(diffusion, x0, time, noise)
     dropout_keys = keys.dropout if config.model.dropout else None
     model_input = network_input(diffusion, xt, time)
-    inputs = (labels, dropout_keys, augmentation, low_res_of(config, loaded))
-    return NoisyBatch(x0, xt, model_input, draw, time, noise, *inputs)
+    conditions = labels, dropout_keys, augmentation, low_res_of(config, loaded)
+    return NoisyBatch(x0, xt, model_input, draw, time, noise, *conditions)

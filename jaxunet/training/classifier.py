@@ -119,7 +119,6 @@ class ClassifierSubject(Subject):
         return StartingPoint.of(adapted(restored, config), restored.facts)
 
     def due(self, step: int) -> Due:
-        """Returns the outputs that are due after a step."""
         train = self.config.train
         return Due(held_out=due(train.holdout_every, step, train.steps))
 
@@ -128,11 +127,9 @@ class ClassifierSubject(Subject):
         self.write(begin.state())
 
     def weights(self, state: TrainState) -> Params:
-        """Returns the weights of a state."""
         return state.params
 
     def open_outputs(self, begin: StartingPoint, bar: tqdm, caller: Caller) -> ClassifierOutputs:
-        """Opens the outputs of a run; lines for the user go above the bar."""
         return ClassifierOutputs(self, begin.step, bar)
 
     def write(self, state: TrainState) -> None:

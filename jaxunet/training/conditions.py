@@ -86,7 +86,6 @@ def side_by_side(
 
     Grey ones become RGB beside others; of pictures with unusual channels, the first is shown.
 
-
     Args:
       keeps: images have opacity; the samples have plain colours, the others do not.
     """

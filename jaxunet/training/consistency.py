@@ -41,6 +41,7 @@ from jaxunet.diffusion.process import (
     Diffusion,
     Images,
     Output,
+    PerSample,
     Times,
     network_input,
     predict_x0_and_noise,
@@ -49,11 +50,11 @@ from jaxunet.diffusion.process import (
 )
 from jaxunet.model.unet import Params
 from jaxunet.training.batch import Batch, Keys, noise_batch
-from jaxunet.training.gradients import Scalar, StepParts
+from jaxunet.training.gradients import StepParts
+from jaxunet.training.update import Scalar
 
 K = 8  # of n(t) = 1 + K/(1 + e^t)
 
-PerSample = Float[Array, ' batch']
 Network = Callable[[Images, Times], Output]  # (network's input, time) -> the network's output
 
 
@@ -78,12 +79,11 @@ def loss_fn(
         noisy = noise_batch(config, parts.diffusion, parts.sampler, state.timesteps, keys, batch)
 
     def network(weights: Params) -> Network:
-        inputs = noisy.labels, noisy.dropout_keys, noisy.augmentation, noisy.low_res
-        return lambda seen, time: parts.model.predict(weights, seen, time, *inputs)
+        return lambda seen, time: parts.model.predict(weights, seen, time, *noisy.conditions)
 
     def teacher(seen: Images, time: Times) -> Output:
-        inputs = None, None, noisy.augmentation, noisy.low_res
-        return parts.model.predict(state.teacher, seen, time, *inputs)
+        free = noisy._replace(labels=None, dropout_keys=None)
+        return parts.model.predict(state.teacher, seen, time, *free.conditions)
 
     with jax.named_scope('forward'):
         losses = consistency_losses(

@@ -316,20 +316,17 @@ class Evaluator:
         Args:
           seconds: training time so far.
         """
-        protocol = result.protocol | {
-            'sampler': self._sampler(),
-            'evaluations': self.generator.sampler.evaluations,
-        }
-        protocol['settings'] = ' '.join(
-            f'{name}={protocol[name]}' for name in SETTINGS if name in protocol
-        )
-        values = protocol | {
+        values = result.protocol | {
             'step': step,
             'training_seconds': seconds,
             'metric': result.label,
             'value': result.value,
             'std': result.std,
+            'sampler': self._sampler(),
+            'evaluations': self.generator.sampler.evaluations,
         }
+        settings = (f'{name}={values[name]}' for name in SETTINGS if name in values)
+        values['settings'] = ' '.join(settings)
         return {name: values.get(name) for name in COLUMNS}
 
     def _sampler(self) -> str:

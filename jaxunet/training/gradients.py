@@ -29,9 +29,8 @@ from jaxunet.ops.adamw.packed import Join
 from jaxunet.training.all_reduce import cast
 from jaxunet.training.batch import Batch, Keys, noise_batch
 from jaxunet.training.sharded import any_sharded, gathered, parts_of
-from jaxunet.training.update import Update
+from jaxunet.training.update import Scalar, Update
 
-Scalar = Float[Array, '']
 Narrow = Callable[[list[Array]], Sequence[Array]]
 LossFn = Callable[..., tuple[Array, tuple[Array, object]]]  # arguments and results of `loss_fn`
 GradientFn = Callable[..., Any]
@@ -118,24 +117,10 @@ def loss_fn(
         )
         draw = noisy.draw
     with jax.named_scope('forward'):
-        output = parts.model.predict(
-            params,
-            noisy.model_input,
-            noisy.time,
-            noisy.labels,
-            noisy.dropout_keys,
-            noisy.augmentation,
-            noisy.low_res,
-        )
-        losses = per_sample_loss(
-            parts.diffusion,
-            output,
-            noisy.x0,
-            noisy.xt,
-            noisy.time,
-            noisy.noise,
-            bits=parts.config.data.bits,
-        )
+        output = parts.model.predict(params, noisy.model_input, noisy.time, *noisy.conditions)
+        targets = noisy.x0, noisy.xt, noisy.time, noisy.noise
+        bits = parts.config.data.bits
+        losses = per_sample_loss(parts.diffusion, output, *targets, bits=bits)
         if parts.uniform:
             loss = jnp.mean(losses)
             return loss * scale, (loss, None)

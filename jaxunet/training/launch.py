@@ -18,7 +18,7 @@ from jaxunet.checkpoint.writer import orbax
 from jaxunet.config import Config, by_path
 from jaxunet.runtime import command, compiled_cache, distributed, program
 from jaxunet.runtime.background import Background
-from jaxunet.runtime.errors import UserError, plural
+from jaxunet.runtime.errors import UserError
 from jaxunet.runtime.out_of_memory import memory_for
 from jaxunet.runtime.paths import shown_path
 from jaxunet.training.log_file import LogFile
@@ -28,7 +28,7 @@ from jaxunet.training.parallel import on_fewer_devices
 from jaxunet.training.preemption import Preemption
 from jaxunet.training.restarts import Supervisor
 from jaxunet.training.saving import write_error_ends
-from jaxunet.training.start import open_checked
+from jaxunet.training.start import open_checked, print_images
 
 MODULE = 'jaxunet.train'  # the command
 
@@ -113,12 +113,7 @@ def _run(config: Config, folder: pathlib.Path, *, fewer_devices: bool) -> None:
         }
     )
     if jax.process_index() == 0:
-        held = f' and {len(source.held_out)} held out' if source.held_out else ''
-        print(
-            f'{plural(len(source), "image")}{held} from '
-            f'{shown_path(config.data.path)}; workdir {folder}',
-            flush=True,
-        )
+        print_images(config, source, folder)
     # A resumed run no longer needs the weights that it started from.
     resumes = bool(saved_steps(folder))
     initial = None if resumes else load_initial(config, source.class_names)

@@ -15,9 +15,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from absl import logging
-from jaxtyping import Array, Float
 
-from jaxunet.checkpoint.optimizer import make_optimizer
 from jaxunet.checkpoint.state import TrainState, fresh_state, state_before_training
 from jaxunet.config import Config
 from jaxunet.data.source import Source
@@ -30,6 +28,7 @@ from jaxunet.runtime.remote import on_disk
 from jaxunet.training.batch import Batch, Keys, noise_batch
 from jaxunet.training.gradients import LossFn, StepParts
 from jaxunet.training.session import Session
+from jaxunet.training.update import Scalar
 from jaxunet.weights import read_classifier
 from jaxunet.weights.fields import check_reusable
 from jaxunet.weights.guided_diffusion import FIXED
@@ -37,7 +36,6 @@ from jaxunet.weights.names import Path, flatten, unflatten
 from jaxunet.weights.noisy_classifier import HEAD_CHANNELS
 
 FILE = 'classifier.pt'  # of the weights in a run's workdir
-Scalar = Float[Array, '']
 # Values that all of guided-diffusion's classifiers have, and options that this training lacks.
 NEEDED: dict[str, object] = {
     **FIXED,
@@ -109,9 +107,7 @@ def draw_state(config: Config) -> TrainState:
     image = jnp.zeros((1, *config.image_shape), jnp.float32)
     network = make_network(config)
     params = network.init(init_key, image, jnp.zeros((1,), jnp.int32))['params']
-    state = state_before_training(
-        config, make_optimizer(config), params, jax.random.key_data(run_key)
-    )
+    state = state_before_training(config, params, jax.random.key_data(run_key))
     return dataclasses.replace(state, ema={})
 
 

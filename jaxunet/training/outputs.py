@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
 from jaxunet.checkpoint.store import state_template
-from jaxunet.config import Config
 from jaxunet.config.samplers import grid_sampler
 from jaxunet.data.images import class_columns, grid, save_png
-from jaxunet.data.source import Source
 from jaxunet.model.unet import Params
 from jaxunet.runtime.attempts import Attempts
 from jaxunet.runtime.background import Background
@@ -33,9 +30,11 @@ from jaxunet.training.loggers.logs import Logs
 from jaxunet.training.logs import COLUMNS, DEVICES, OPTIONAL, ROLLBACKS, SPIKES, step_row
 from jaxunet.training.page import FILE as PAGE
 from jaxunet.training.page import write_page
+from jaxunet.training.preemption import Caller
 from jaxunet.training.restarts import FILE as RESTARTS
+from jaxunet.training.resume import StartingPoint
 from jaxunet.training.step import Metrics
-from jaxunet.training.subject import Due, Outputs
+from jaxunet.training.subject import Due, Outputs, Subject
 
 DRAWING_MEMORY = ('drawing samples', 'lower train.sample_count')  # for `memory_for`
 HELD_OUT_MEMORY = (
@@ -53,37 +52,27 @@ class UNetOutputs(Outputs):
     """The outputs of a run, all written by process 0.
 
     Args:
-      source: the training images, with held-out ones if `train.holdout_every` is set; the grids of
-        a super-resolution network enlarge some.
-      start: the step that the run starts from; later rows of its log files are dropped.
-      rollbacks: number of times that the run has gone back to an earlier checkpoint.
-      devices: of this process. All measure the held-out loss; the first draws the sample grids.
-      teacher: as for `HeldOutLoss`.
+      subject: its source has held-out images if `train.holdout_every` is set; the grids of a
+        super-resolution network enlarge some of its images.
       evaluator: computes the metrics of samples; None if `train.evaluate_every` is 0.
+      begin: where the run starts; later rows of its log files are dropped.
       bar: the progress bar, above which messages are printed.
-      keep_on: returns False once the run was asked to stop, which ends sampling early.
-      logged: takes each row of metrics.csv.
+      caller: takes each row of metrics.csv; once it asks the run to stop, sampling ends early.
     """
 
     def __init__(
         self,
-        config: Config,
-        workdir: pathlib.Path,
-        source: Source,
-        start: int,
-        *,
-        rollbacks: int,
-        devices: Sequence[jax.Device],
-        teacher: Params,
+        subject: Subject,
         evaluator: Evaluator | None,
+        begin: StartingPoint,
         bar: tqdm,
-        keep_on: Callable[[], bool],
-        logged: Callable[[Mapping[str, float]], None] = lambda _: None,
+        caller: Caller,
     ) -> None:
-        self._config, self._workdir, self._bar, self._keep_on = config, workdir, bar, keep_on
-        self._logged = logged
-        self._devices = devices
-        self._all_devices = config.parallel.devices or jax.device_count()
+        config, workdir, source = subject.config, subject.workdir, subject.source
+        self._config, self._workdir, self._bar, self._caller = config, workdir, bar, caller
+        # All of this process measure the held-out loss; the first draws the sample grids.
+        self._devices = subject.session.parallel.local_devices
+        self._all_devices = len(subject.session.parallel.devices)
         self._conditions = SampleConditions(config, source, config.train.sample_count)
         self._restarted = (workdir / RESTARTS).exists()
         columns = (
@@ -93,17 +82,19 @@ class UNetOutputs(Outputs):
             *(ROLLBACKS if config.train.rollbacks else ()),
             *(HELD_OUT_COLUMNS if config.train.holdout_every else ()),
         )
-        self._rollbacks = rollbacks
-        self._logs = Logs(RunStart(config, workdir, start, columns, OPTIONAL), HELD_OUT_COLUMNS)
+        self._rollbacks = begin.facts.rollbacks
+        run = RunStart(config, workdir, begin.step, columns, OPTIONAL)
+        self._logs = Logs(run, HELD_OUT_COLUMNS)
         self._evaluator = evaluator
-        self._table = evaluation_table(workdir, start) if evaluator else None
+        self._table = evaluation_table(workdir, begin.step) if evaluator else None
         self._evaluations: list[Mapping[str, object]] = [
             *(self._table.earlier if self._table else ())
         ]
         self._generator: Background[Generator] | None = None
-        self._held_out = (
-            HeldOutLoss(config, source, devices, teacher) if config.train.holdout_every else None
-        )
+        self._held_out: HeldOutLoss | None = None
+        if config.train.holdout_every:
+            teacher = begin.state().teacher if config.diffusion.folds_guidance else ()
+            self._held_out = HeldOutLoss(config, source, self._devices, teacher)
         self._turn = Turn()
         for row in self._logs.earlier:
             if earlier := Losses.of_row(row):
@@ -128,7 +119,8 @@ class UNetOutputs(Outputs):
         if self._config.train.sample_every:
             self._generator = beside_steps(self._compile_generator, self._devices)
         if self._held_out:
-            self._held_out_loss = beside_steps(self._compile_held_out, self._devices)
+            compile_loss = memory_for(*HELD_OUT_MEMORY)(self._held_out.compile)
+            self._held_out_loss = beside_steps(compile_loss, self._devices)
 
     def log(
         self, step: int, metrics: Metrics, seconds_per_step: float, training_seconds: float
@@ -146,7 +138,7 @@ class UNetOutputs(Outputs):
             **(held_out.columns() if held_out else {}),
         }
         self._logs.row(row)
-        self._logged(row)
+        self._caller.logged(row)
         if held_out and (turned := self._turn.add(held_out)):
             self._bar.write(f'step {step}: {turned}')
         self._bar.set_postfix_str(
@@ -163,7 +155,6 @@ class UNetOutputs(Outputs):
             self._measured[step] = held_out.measure(params)
 
     def show(self, step: int, due: Due, weights: Params, training_seconds: float) -> None:
-        """Draws and measures the samples that are due after this step."""
         if due.samples:
             self.sample(step, weights)
         if due.metrics:
@@ -230,10 +221,8 @@ class UNetOutputs(Outputs):
             f'more in {self._table.path})'
         )
 
-    @memory_for(*HELD_OUT_MEMORY)
-    def _compile_held_out(self) -> HeldOutLoss:
-        assert self._held_out is not None
-        return self._held_out.compile()
+    def _keep_on(self) -> bool:
+        return not self._caller.requested
 
     @memory_for(*DRAWING_MEMORY)
     def _compile_generator(self) -> Generator:

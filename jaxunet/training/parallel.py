@@ -21,7 +21,7 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from jaxunet.checkpoint.state import TrainState
 from jaxunet.config import Config
@@ -167,22 +167,21 @@ class Parallel:
     def replicate(self, tree: Tree) -> Tree:
         """Copies host or device arrays to every device; splits a `TrainState` if `shards_state`."""
 
+        count = len(self.devices)
+
+        def placed(value: np.ndarray, sharding: NamedSharding) -> Array:
+            return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
         def put(x: np.ndarray | Array | Sharded) -> Array | Sharded:
             if isinstance(x, Sharded):
-                parts = as_parts(np.asarray(x.part), len(self.devices))
-                parts = parts if self.pmap else parts.reshape(-1)
-                split = jax.make_array_from_callback(
-                    parts.shape, self._split, lambda index: parts[index]
+                parts = as_parts(np.asarray(x.part), count)
+                return Sharded(
+                    placed(parts if self.pmap else parts.reshape(-1), self._split), x.shape
                 )
-                return Sharded(split, x.shape)
             value = np.asarray(x)
             if self.pmap:
-                return jax.make_array_from_callback(
-                    (len(self.devices), *value.shape), self._split, lambda _: value[None]
-                )
-            return jax.make_array_from_callback(
-                value.shape, self._whole, lambda index: value[index]
-            )
+                return placed(np.broadcast_to(value, (count, *value.shape)), self._split)
+            return placed(value, self._whole)
 
         return jax.tree.map(put, self._marked(tree), is_leaf=is_sharded)
 
@@ -245,10 +244,6 @@ class Parallel:
         """
         return jax.tree.map(lambda x: x.addressable_shards[0].data, tree)
 
-    def put_batch(self, batch: dict[str, np.ndarray]) -> Data:
-        """Splits this process's rows of a streamed batch over its devices."""
-        return self.put_batches([batch])
-
     def put_batches(self, batches: Sequence[dict[str, np.ndarray]]) -> Data:
         """Splits this process's rows of the streamed batches of a call over its devices.
 
@@ -276,8 +271,9 @@ class Parallel:
 
     @functools.cached_property
     def _stop(self) -> dict[bool, Array]:
+        count = len(self.local_devices)
         return {
-            stop: self.put_batch({STOP: np.full(len(self.local_devices), stop, np.int32)})[STOP]
+            stop: self.put_batches([{STOP: np.full(count, stop, np.int32)}])[STOP]
             for stop in (False, True)
         }
 
@@ -387,13 +383,17 @@ class Parallel:
 
     def _local_batch(self, state: TrainState, data: Data) -> Batch:
         """Returns this device's share of the batch, with each sample's row in the global batch."""
-        size = self.config.data.batch_size
-        share = size // len(self.devices)
-        row = jax.lax.axis_index(AXIS).astype(jnp.int32) * share + jnp.arange(
-            share, dtype=jnp.int32
-        )
-        if 'image' in data:
-            return {'image': data['image'], 'label': data['label'], 'row': row}
-        with jax.named_scope('data'):
-            index = batch_indices(state.step, size, data['images'].shape[0], self.config.seed)[row]
-            return {'image': data['images'][index], 'label': data['labels'][index], 'row': row}
+        share = self.config.data.batch_size // len(self.devices)
+        first = jax.lax.axis_index(AXIS).astype(jnp.int32) * share
+        row = first + jnp.arange(share, dtype=jnp.int32)
+        return batch_of(self.config, state.step, data, row)
+
+
+def batch_of(config: Config, step: Int[Array, ''], data: Data, row: Int[Array, ' rows']) -> Batch:
+    """Returns these rows of the batch of a step, which are all that a streamed batch has."""
+    if 'image' in data:
+        return {'image': data['image'], 'label': data['label'], 'row': row}
+    with jax.named_scope('data'):
+        size, images = config.data.batch_size, data['images']
+        index = batch_indices(step, size, images.shape[0], config.seed)[row]
+        return {'image': images[index], 'label': data['labels'][index], 'row': row}

@@ -126,13 +126,7 @@ class Session:
         """Loads a fresh state with random last layers, to time steps.
 
         In training they start at zero, but with zeros a GPU draws less power than with a trained
-        network, so its clock would be higher.
-
-        Args:
-          progress: as for `load`.
-
-        Raises:
-          UserError: as `load`.
+        network, so its clock would be higher. Argument and errors as `load`.
         """
         state = fresh_state(self.config.replace(model={'zero_init': False}))
         self.load(state, progress=progress)

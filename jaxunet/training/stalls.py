@@ -90,18 +90,13 @@ class StallWatch:
                 return
 
     def _error(self) -> StalledError:
+        saved = 'there is no checkpoint yet'
         try:
-            step = max(saved_steps(self._workdir), default=None)
+            if steps := saved_steps(self._workdir):
+                saved = f'step {steps[0]} is saved, and the same command resumes from there'
         except OSError:  # of a disk that is gone
-            return StalledError(self._text('the checkpoints cannot be listed'))
-        if step is None:
-            return StalledError(self._text('there is no checkpoint yet'))
+            saved = 'the checkpoints cannot be listed'
         return StalledError(
-            self._text(f'step {step} is saved, and the same command resumes from there')
-        )
-
-    def _text(self, saved: str) -> str:
-        return (
             f'the devices finished no step within {self._seconds:g} s; {saved}. If a step takes '
             'that long, raise train.stall_seconds'
         )

@@ -20,9 +20,9 @@ from jaxunet.data.source import ArraySource, Source
 from jaxunet.data.sources import open_images
 from jaxunet.model import cost as estimate
 from jaxunet.ops.backends import Kernels, choose
-from jaxunet.runtime.errors import UserError
+from jaxunet.runtime.errors import UserError, plural
 from jaxunet.runtime.out_of_memory import warn_of_small_limit
-from jaxunet.runtime.paths import check_local, expanded
+from jaxunet.runtime.paths import check_local, expanded, shown_path
 from jaxunet.training.budget import check_named
 from jaxunet.training.loggers.installed import make_loggers
 from jaxunet.training.parallel import Parallel
@@ -83,6 +83,13 @@ def open_checked(config: Config, given: ArraySource | None = None) -> tuple[Sour
     if jax.process_index() == 0:
         log_pixels(source)
     return source, kernels
+
+
+def print_images(config: Config, source: Source, workdir: pathlib.Path) -> None:
+    """Prints how many images a run trains on, and its workdir."""
+    held = f' and {len(source.held_out)} held out' if source.held_out else ''
+    images = f'{plural(len(source), "image")}{held} from {shown_path(config.data.path)}'
+    print(f'{images}; workdir {workdir}', flush=True)
 
 
 def check_workdir(config: Config, workdir: pathlib.Path) -> None:

@@ -40,7 +40,6 @@ from jaxunet.training.batch import Batch, Keys, clean_images, split_keys
 from jaxunet.training.gradients import (
     LossFn,
     SampleLosses,
-    Scalar,
     StepParts,
     copies_of,
     gradients,
@@ -48,7 +47,7 @@ from jaxunet.training.gradients import (
 )
 from jaxunet.training.noise_assignment import assigned_noise
 from jaxunet.training.sharded import any_sharded, scattered
-from jaxunet.training.update import make_update
+from jaxunet.training.update import Scalar, make_update
 
 Metrics = dict[str, Array]  # float32 and int32 scalars by name
 

@@ -27,14 +27,14 @@ from jaxunet.data.look import log_pixels
 from jaxunet.data.sources import open_images
 from jaxunet.ops.backends import choose
 from jaxunet.runtime import command, compiled_cache
-from jaxunet.runtime.errors import plural
-from jaxunet.runtime.paths import of_user, shown_path
+from jaxunet.runtime.paths import of_user
 from jaxunet.training.classifier import train_classifier
 from jaxunet.training.loggers.installed import make_loggers
 from jaxunet.training.noisy_classifier import FILE, check_trainable
 from jaxunet.training.parallel import Parallel
 from jaxunet.training.preemption import Preemption
 from jaxunet.training.saving import write_error_ends
+from jaxunet.training.start import print_images
 
 CONFIG = cli.define_config()
 WORKDIR = flags.DEFINE_string(
@@ -62,12 +62,7 @@ def main(argv: Sequence[str]) -> None:
     source = open_images(config)
     check_classes(config, source)
     log_pixels(source)
-    held = f' and {len(source.held_out)} held out' if source.held_out else ''
-    print(
-        f'{plural(len(source), "image")}{held} from '
-        f'{shown_path(config.data.path)}; workdir {workdir}',
-        flush=True,
-    )
+    print_images(config, source, workdir)
     print(label_table(source.class_names), flush=True)
     with write_error_ends():
         step = train_classifier(config, workdir, source, Preemption())

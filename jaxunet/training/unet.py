@@ -56,20 +56,17 @@ class UNetSubject(Subject):
         )
 
     def start(self, failed: TooManySkippedError | None) -> StartingPoint:
-        """Returns where the run starts; `failed` as in `starting_point`."""
         names = self.source.class_names
         return starting_point(
             self.config, self.workdir, self.checkpoints, names, self._initial, failed
         )
 
     def due(self, step: int) -> Due:
-        """Returns the outputs that are due after a step, the same on all processes."""
         train = self.config.train
         times = (train.sample_every, train.evaluate_every, train.holdout_every)
         return Due(*(due(every, step, train.steps) for every in times))
 
     def missing(self, step: int) -> Due:
-        """Returns the outputs that a run lacks if it died between a step's checkpoint and them."""
         samples, metrics, _ = self.due(step)
         return Due(
             samples and not samples_path(self.workdir, step).exists(),
@@ -81,17 +78,4 @@ class UNetSubject(Subject):
         return state.ema[str(self.config.ema.rates[0])]
 
     def open_outputs(self, begin: StartingPoint, bar: tqdm, caller: Caller) -> UNetOutputs:
-        """Opens the outputs of a run; lines for the user go above the bar."""
-        return UNetOutputs(
-            self.config,
-            self.workdir,
-            self.source,
-            begin.step,
-            rollbacks=begin.facts.rollbacks,
-            devices=self.session.parallel.local_devices,
-            teacher=begin.state().teacher if self.config.diffusion.folds_guidance else (),
-            evaluator=self._evaluator,
-            bar=bar,
-            keep_on=lambda: not caller.requested,
-            logged=caller.logged,
-        )
+        return UNetOutputs(self, self._evaluator, begin, bar, caller)

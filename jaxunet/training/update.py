@@ -105,8 +105,7 @@ def _optax_update(
     ) -> Updated:
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.loss_scale.scale, grads)
         grad_norm = whole_norm(optax.tree.norm(grads), grads, axis_name)
-        finite = _all_finite(grad_norm, loss, minimised)
-        taken = _taken(config, state, grad_norm, finite)
+        finite, taken = _judged(config, state, grad_norm, loss, minimised)
         if config.optimizer.clip_norm:
             factor = _clip_factor(config, grad_norm)
             grads = jax.tree.map(lambda g: g * factor, grads)
@@ -128,10 +127,12 @@ def _fused_update(
         minimised: Scalar,
         copies: Copies,
     ) -> Updated:
-        grad_norm = whole_norm(_fused_norm(kernels, state, grads), grads, axis_name)
-        finite = _all_finite(grad_norm, loss, minimised)
-        taken = _taken(config, state, grad_norm, finite)
-        step = Step(_gradient_factor(config, state, grad_norm), _shares(config, state), taken)
+        norm = jnp.sqrt(kernels.sum_of_squares(grads)) / state.loss_scale.scale
+        grad_norm = whole_norm(norm, grads, axis_name)
+        finite, taken = _judged(config, state, grad_norm, loss, minimised)
+        clip = config.optimizer.clip_norm
+        factor = _clip_factor(config, grad_norm) if clip else jnp.ones((), jnp.float32)
+        step = Step(factor / state.loss_scale.scale, _shares(config, state), taken)
         new = move(Weights(state.params, state.opt_state, state.ema, copies), grads, step)
         return Updated(*new, grad_norm, finite, taken)
 
@@ -162,8 +163,8 @@ def _with_muon(config: Config, adamw: WeightUpdate) -> WeightUpdate:
 def _fused_adamw(config: Config, kernels: FusedUpdate) -> WeightUpdate:
     """Returns AdamW as the kernels compute it."""
     options = config.optimizer
-    betas, eps, weight_decay = options.betas, options.eps, options.weight_decay
-    constants = operands.Constants(betas[0], betas[1], eps, weight_decay)
+    b1, b2 = options.betas
+    constants = operands.Constants(b1, b2, options.eps, options.weight_decay)
     schedule = learning_rate_schedule(config)
 
     def update(weights: Weights, grads: Params | Packed, step: Step) -> Weights:
@@ -181,8 +182,8 @@ def _fused_adamw(config: Config, kernels: FusedUpdate) -> WeightUpdate:
             factor=step.factor,
             learning_rate=jnp.asarray(schedule(scheduled.count), jnp.float32),
             corrections=(
-                1 - jnp.power(options.betas[0], count.astype(jnp.float32)),
-                1 - jnp.power(options.betas[1], count.astype(jnp.float32)),
+                1 - jnp.power(b1, count.astype(jnp.float32)),
+                1 - jnp.power(b2, count.astype(jnp.float32)),
             ),
             follow=step.shares,
             **options_of_copies,
@@ -230,27 +231,15 @@ def _stepped(
     )
 
 
-def _fused_norm(kernels: FusedUpdate, state: TrainState, grads: Params | Packed) -> Scalar:
-    return jnp.sqrt(kernels.sum_of_squares(grads)) / state.loss_scale.scale
-
-
-def _gradient_factor(config: Config, state: TrainState, grad_norm: Scalar) -> Scalar:
-    """Returns the factor that clips gradients and removes their loss scale."""
-    clip = config.optimizer.clip_norm
-    factor = _clip_factor(config, grad_norm) if clip else jnp.ones((), jnp.float32)
-    return factor / state.loss_scale.scale
-
-
-def _all_finite(grad_norm: Scalar, loss: Scalar, minimised: Scalar) -> Bool[Array, '']:
-    return jnp.isfinite(grad_norm) & jnp.isfinite(loss) & jnp.isfinite(minimised)
-
-
-def _taken(
-    config: Config, state: TrainState, grad_norm: Scalar, finite: Bool[Array, '']
-) -> Bool[Array, '']:
+def _judged(
+    config: Config, state: TrainState, grad_norm: Scalar, loss: Scalar, minimised: Scalar
+) -> tuple[Bool[Array, ''], Bool[Array, '']]:
+    """Returns `Updated.finite` and `Updated.taken`."""
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss) & jnp.isfinite(minimised)
     if isinstance(state.recent_norms, RecentNorms):
-        return finite & ~state.recent_norms.is_spike(grad_norm, config.train.spike_sigmas)
-    return finite
+        spike = state.recent_norms.is_spike(grad_norm, config.train.spike_sigmas)
+        return finite, finite & ~spike
+    return finite, finite
 
 
 def _clip_factor(config: Config, grad_norm: Scalar) -> Scalar:

@@ -120,7 +120,7 @@ def test_auto_goes_on_without_a_backend_that_does_not_import(monkeypatch, caplog
             raise UserError(f'backend={name}: cannot be imported')
 
     monkeypatch.setattr(backends, '_unavailable', broken)
-    backends._leave_out.cache_clear()
+    backends._warn_once.cache_clear()
     with device.use(device.Target.HOPPER), caplog.at_level(logging.WARNING):
         assert backends.choose('auto', 'bfloat16').names == dict.fromkeys(OPS, 'cuda')
         assert 'left out' not in caplog.text

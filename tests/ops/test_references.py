@@ -370,7 +370,7 @@ def test_a_gpu_newer_than_those_measured_is_told(
     monkeypatch.delenv(device.VARIABLE, raising=False)
     monkeypatch.setattr(seam, '_unavailable', lambda name: None)
     monkeypatch.setattr(seam.choices, 'read', lambda device, precision: measured)
-    seam._newer.cache_clear()
+    seam._warn_once.cache_clear()
     for _ in range(2):  # one line a process
         seam.choose(backend, 'bfloat16')
     line = (

@@ -56,7 +56,7 @@ class Bench:
         if batches is None:
             step, each = self.step, [self.resident] * count
         else:
-            each = [self.parallel.put_batch(batch) for batch in batches[:count]]
+            each = [self.parallel.put_batches([batch]) for batch in batches[:count]]
             step = self.parallel.compile(self.make, self.state, each[0], steps=1, cache=self.shared)
         out = []
         for data in each:

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxunet.model.unet import Params
-from jaxunet.training.gradients import Scalar
 from jaxunet.training.session import Session
+from jaxunet.training.update import Scalar
 from support.shared_steps import shared_steps
 
 

@@ -32,7 +32,7 @@ def test_each_gradient_is_reduced_on_its_own(mode):
             config, model, make_diffusion(config.diffusion), optimizer, kernels, axis_name=axis
         ),
         state,
-        parallel.put_batch(batch),
+        parallel.put_batches([batch]),
     )
     reductions = [line for line in lowered.as_text().splitlines() if 'stablehlo.all_reduce' in line]
     assert len(reductions) == len(jax.tree.leaves(state.params)) + 1  # and the loss

@@ -47,64 +47,37 @@ class Case(NamedTuple):
         return 2 * 9 * batch * self.height * self.width * self.channels * self.features
 
 
-def _first(side: int, parts: tuple[int, ...], features: int) -> Case:
-    """The first convolution of a residual block, shifted by its time embedding."""
-    return Case(side, side, parts, features, per_sample=True)
+def _level(side: int, features: int, *inputs: tuple[int, ...]) -> tuple[Case, ...]:
+    """Returns the convolutions of the residual blocks of a level, given the parts of their inputs.
 
-
-def _second(side: int, features: int, residual: tuple[int, ...]) -> Case:
-    return Case(side, side, (features,), features, residual)
+    The first convolution of a block is shifted by its time embedding; the input is the residual of
+    the second one.
+    """
+    return (
+        *(Case(side, side, parts, features, per_sample=True) for parts in inputs),
+        *(Case(side, side, (features,), features, residual=parts) for parts in inputs),
+    )
 
 
 ELEPHANTS64 = (
     Case(64, 64, (3,), 64, norm=False),
-    _first(64, (64,), 64),
-    _first(64, (64, 64), 64),
-    _first(64, (128, 64), 64),
-    _second(64, 64, (64,)),
-    _second(64, 64, (64, 64)),
-    _second(64, 64, (128, 64)),
+    *_level(64, 64, (64,), (64, 64), (128, 64)),
     Case(64, 64, (64,), 3),
-    _first(32, (64,), 128),
-    _first(32, (128,), 128),
-    _first(32, (128, 64), 128),
-    _first(32, (128, 128), 128),
-    _first(32, (192, 128), 128),
-    _second(32, 128, (64,)),
-    _second(32, 128, (128,)),
-    _second(32, 128, (128, 64)),
-    _second(32, 128, (128, 128)),
-    _second(32, 128, (192, 128)),
-    _first(16, (128,), 192),
-    _first(16, (192,), 192),
-    _first(16, (192, 128), 192),
-    _first(16, (192, 192), 192),
-    _first(16, (256, 192), 192),
-    _second(16, 192, (128,)),
-    _second(16, 192, (192,)),
-    _second(16, 192, (192, 128)),
-    _second(16, 192, (192, 192)),
-    _second(16, 192, (256, 192)),
-    _first(8, (192,), 256),
-    _first(8, (256,), 256),
-    _first(8, (256, 192), 256),
-    _first(8, (256, 256), 256),
-    _second(8, 256, (192,)),
-    _second(8, 256, (256,)),
-    _second(8, 256, (256, 192)),
-    _second(8, 256, (256, 256)),
+    *_level(32, 128, (64,), (128,), (128, 64), (128, 128), (192, 128)),
+    *_level(16, 192, (128,), (192,), (192, 128), (192, 192), (256, 192)),
+    *_level(8, 256, (192,), (256,), (256, 192), (256, 256)),
 )
 CIFAR10 = (
     Case(32, 32, (3,), 128, norm=False),
     Case(32, 32, (256,), 256, norm=False),
     Case(16, 16, (256,), 256, norm=False),
-    _first(32, (256, 128), 128),
+    Case(32, 32, (256, 128), 128, per_sample=True),
     Case(32, 32, (128,), 3),
-    _first(16, (128,), 256),
-    _first(16, (256, 128), 256),
-    _first(16, (256, 256), 256),
-    _first(4, (256,), 256),
-    _second(4, 256, (256, 256)),
+    Case(16, 16, (128,), 256, per_sample=True),
+    Case(16, 16, (256, 128), 256, per_sample=True),
+    Case(16, 16, (256, 256), 256, per_sample=True),
+    Case(4, 4, (256,), 256, per_sample=True),
+    Case(4, 4, (256,), 256, residual=(256, 256)),
 )
 # Small images that configs/cifar10.py upsamples, and configs/elephants64.py with `conv_resample`.
 UPSAMPLED = (

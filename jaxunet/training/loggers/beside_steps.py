@@ -41,15 +41,12 @@ class BesideSteps(Logger):
         self._thread.start()
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Hands values over to the thread."""
         self._put('metrics', step, dict(values))
 
     def image(self, step: int, name: str, picture: np.ndarray) -> None:
-        """Hands a picture over to the thread."""
         self._put('image', step, name, picture)
 
     def table(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
-        """Hands a table over to the thread."""
         self._put('table', name, rows)
 
     def close(self) -> None:

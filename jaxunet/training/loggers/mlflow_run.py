@@ -42,11 +42,9 @@ class MlflowRun(Logger):
         logging.info('mlflow: run %s in %s', active.info.run_id, self._mlflow.get_tracking_uri())
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds a point to each curve."""
         self._mlflow.log_metrics({name: float(x) for name, x in values.items()}, step=step)
 
     def image(self, step: int, name: str, picture: np.ndarray) -> None:
-        """Adds a picture."""
         self._mlflow.log_image(picture, key=name, step=step, synchronous=True)
 
     def table(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:

@@ -36,7 +36,6 @@ class TensorBoard(Logger):
         self._add(run.step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds one point to each curve: a value by the name of the curve."""
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(step, summary=Summary(value=points))
 

@@ -54,15 +54,12 @@ class WandbRun(Logger):
         logging.info('wandb: %s', self._run.dir if self._run.offline else self._run.url)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds a point to each curve."""
         self._run.log({'step': step, **values})
 
     def image(self, step: int, name: str, picture: np.ndarray) -> None:
-        """Adds a picture."""
         self._run.log({'step': step, name: self._wandb.Image(picture)})
 
     def table(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
-        """Adds a table."""
         columns = list(rows[0])
         data = [[row[column] for column in columns] for row in rows]
         table = self._wandb.Table(columns=columns, data=data, allow_mixed_types=True)
