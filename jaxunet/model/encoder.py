@@ -256,7 +256,7 @@ class Layers:
         return ResidualEncoding(name=f'down_{level}_residual', **self._fields)(h, x)
 
 
-# A function, not a method, for the same reason.
+# A function, not a method, for the reason that `Layers` gives.
 
 
 def encode(
