@@ -119,7 +119,7 @@ class Queue:
             elif self._is_taken(job):
                 continue
             elif not seconds:
-                self._fail(f'{job.name}: left out, {max(0, self.limit.left):.0f} s are left')
+                self._fail(f'{job.name}: left out, {self.limit.left:.0f} s are left')
             elif self._take(job):
                 with self._limited(job):
                     self._attempt(job, seconds)

@@ -269,8 +269,6 @@ def test_what_is_not_done_is_reported(jobs, features, tmp_path):
     assert 'no such file' in failed
     assert left_out.startswith('digits_never_seed1: left out, ')
     assert {row['seconds'] for row in rows_of(tmp_path)} == {0.05}
-    (late,) = make_queue(tmp_path, features, limit=1, elapsed=9).run([never])
-    assert late == 'digits_never_seed1: left out, 0 s are left'
 
 
 def test_a_run_that_saves_nothing_is_measured_after_the_limit(jobs, tmp_path, monkeypatch):
