@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from support.diffusers_folders import CASES, PROCESSES, SMALL, tensors, written
 from support.peer_values import QUICK
+from support.samples import sample
 from support.weight_cases import make, random_params, same
 
 from jaxunet.config import Config
@@ -125,7 +126,7 @@ def drawn(config: Config, how: SamplerConfig, labels: Any = None) -> np.ndarray:
     def draw(params: Any, keys: Any) -> Any:
         sampler = sampler_of(config, how)
         classes = () if labels is None else (jnp.array(labels),)
-        return ours.sample(
+        return sample(
             lambda x, t: network.predict(params, x, t, *classes), keys, config.image_shape, sampler
         )
 
