@@ -25,9 +25,9 @@ LADDERS = {
 # Usual batches by the largest side of square images: with XLA, a step at 256 or 512 pixels is
 # estimated to take 13 or 23 GiB.
 BATCHES = {32: 128, 128: 32, 256: 16, math.inf: 8}
-# How often a tuning shows each image, if they are few, without dropout and with it: of 500 images,
-# pictures are better after 300 times than after 590, and with dropout about equal; of 600, they are
-# better after 490 times (docs/few_steps.md).
+# How often a tuning shows each image, if they are few, without dropout and with it. Without, 500
+# photographs gave better pictures after 300 times than after 590. With dropout, these are about
+# equal, and 600 emoji gave better ones after 490 times than after 250 (docs/few_steps.md).
 TIMES_TUNED, TIMES_WITH_DROPOUT = 300, 600
 
 

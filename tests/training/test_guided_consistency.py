@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures('shared_steps')
 
 MEAN, SPREAD = 0.7, 0.3  # classes N(±MEAN, SPREAD²), equally likely
 SCALE = 1.75
-OF = pytest.mark.parametrize('of', ['edm', 'flow'])
+OF = pytest.mark.parametrize('of', ['edm', 'flow', 'v'])
 
 
 def with_class(x, sigma, sign=1):
