@@ -46,13 +46,17 @@ def digits():
     return hold_out(some, 11)
 
 
-@pytest.mark.parametrize('objective', ['epsilon', 'edm', 'consistency', 'guided'])
+@pytest.mark.parametrize(
+    'objective', ['epsilon', 'edm', 'consistency', 'consistency of v', 'guided']
+)
 def test_values(objective, digits):
     """One image, noise level and noise after the other; on one device and on two."""
     stages = {'consistency_of': 'edm', 'consistency_q': 4, 'consistency_stages': 2}
     guided = objective == 'guided'
     if guided:
         objective, stages = 'consistency', stages | {'consistency_guidance': 2.0}
+    if objective == 'consistency of v':
+        objective, stages = 'consistency', stages | {'consistency_of': 'v', 'schedule': 'cosine'}
     more = stages if objective == 'consistency' else {}
     config = tiny_config(diffusion={'objective': objective} | more)
     params = jax.tree.map(jnp.asarray, randomised(config))
